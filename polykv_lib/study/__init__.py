@@ -1,0 +1,1 @@
+"""Numbers to rows to tables and figures: parameters, runner, store. Importing it never imports torch."""
