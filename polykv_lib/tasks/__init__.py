@@ -1,0 +1,1 @@
+"""Documents to read and questions to ask about them."""
