@@ -1,0 +1,42 @@
+"""The words of this library: tensor axes, tensor types, and one layer of a prefilled document.
+
+batch   sequences run side by side        head    key/value head (GQA: fewer than query heads)
+token   position in the document          dim     channels of one head (head_dim)
+row     one query of one query head, folded onto the KV head that it reads
+
+Keys are stored after RoPE, in the order of Hugging Face: batch, head, token, dim.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Keys: TypeAlias = Float[Tensor, "batch head token dim"]
+Values: TypeAlias = Float[Tensor, "batch head token dim"]
+Rows: TypeAlias = Float[Tensor, "head row dim"]
+KeptTokens: TypeAlias = Int[Tensor, " kept"]  # ascending in time
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKV:
+    """Keys (after RoPE) and values of one layer, for one document (batch 1)."""
+
+    keys: Keys
+    values: Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The shape of a model's KV cache: all that memory arithmetic needs."""
+
+    n_layers: int
+    n_q_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token adds to the cache, keys and values together."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim

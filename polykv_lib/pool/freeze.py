@@ -1,0 +1,133 @@
+"""Keys and values of a prefilled document -> a pool."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from polykv_lib.kv import Geometry, KeptTokens, LayerKV
+from polykv_lib.pool.pieces import Piece, PoolError, Stored
+from polykv_lib.pool.shared import CacheFactory, SharedKVPool
+from polykv_lib.quantize import FullPrecision, Quantizer
+
+
+def freeze(
+    layers: Iterable[LayerKV],
+    *,
+    keys: Quantizer,
+    values: Quantizer,
+    n_sink: int = 4,
+    kept: Sequence[Sequence[KeptTokens]] | None = None,
+    document_ids: Int[Tensor, "1 token"] | None = None,
+    n_q_heads: int | None = None,
+    owner: dict[str, str] | None = None,
+    cache_factory: CacheFactory | None = None,
+) -> SharedKVPool:
+    """Compress every layer once: evict, then quantise.
+
+    Args:
+        layers: keys and values of the document (batch 1), first layer first; may be a generator.
+        keys: codec of the keys.
+        values: codec of the values.
+        n_sink: first tokens of the document held in full precision, keys and values. They receive
+            much of the attention (arXiv:2309.17453), so their rounding costs most.
+        kept: for each layer and KV head the tokens it keeps, ascending; None keeps all.
+        document_ids: the document's tokens.
+        n_q_heads: query heads of the model, where they differ from the KV heads.
+        owner: model and tokenizer fingerprints, checked when the pool is opened again.
+        cache_factory: what `agent_cache` calls.
+
+    Raises:
+        PoolError: no layer, or NaN or infinity in keys or values.
+    """
+    frozen = []
+    shape: tuple[int, ...] = ()
+    for i, layer in enumerate(layers):
+        _check_finite(layer, i)
+        shape = tuple(layer.keys.shape)
+        heads_kept = None if kept is None else kept[i]
+        frozen.append(tuple(_pieces(layer, keys, values, n_sink, heads_kept)))
+    if not frozen:
+        raise PoolError("there is no layer to freeze; pass one LayerKV for each layer of the model.")
+    _, n_heads, n_tokens, head_dim = shape
+    ids = torch.zeros(0, dtype=torch.int32) if document_ids is None else document_ids[0]
+    return SharedKVPool(
+        layers=tuple(frozen),
+        geometry=Geometry(
+            n_layers=len(frozen),
+            n_q_heads=n_q_heads or n_heads,
+            n_kv_heads=n_heads,
+            head_dim=head_dim,
+        ),
+        n_tokens=n_tokens,
+        document_ids=ids.to(torch.int32).cpu(),
+        owner=owner or {},
+        cache_factory=cache_factory,
+    )
+
+
+def _check_finite(layer: LayerKV, index: int) -> None:
+    for name, x in (("keys", layer.keys), ("values", layer.values)):
+        if not torch.isfinite(x).all():
+            raise PoolError(
+                f"the {name} of layer {index} hold NaN or infinity ({x.dtype}), which no codec can "
+                "store. The model overflowed: load it with dtype=torch.float32."
+            )
+
+
+def _pieces(
+    layer: LayerKV,
+    key_codec: Quantizer,
+    value_codec: Quantizer,
+    n_sink: int,
+    kept: Sequence[KeptTokens] | None,
+) -> Iterable[Piece]:
+    """A layer's tokens, cut into pieces: sinks and the rest, and heads that keep equally many."""
+    keys, values = layer.keys[0], layer.values[0]
+    lossless = key_codec == value_codec == FullPrecision()
+    n_sink = 0 if lossless else n_sink
+    if kept is None:
+        for codecs, start, stop in (
+            ((FullPrecision(), FullPrecision()), 0, min(n_sink, keys.shape[1])),
+            ((key_codec, value_codec), n_sink, keys.shape[1]),
+        ):
+            if start < stop:
+                yield _piece(None, keys[:, start:stop], values[:, start:stop], *codecs)
+        return
+    groups: dict[tuple[int, int], list[int]] = {}
+    for head, tokens in enumerate(kept):
+        n_sinks_kept = int((tokens < n_sink).sum())
+        groups.setdefault((n_sinks_kept, len(tokens)), []).append(head)
+    for (n_sinks_kept, n_kept), heads in groups.items():
+        positions = torch.stack([kept[head] for head in heads])
+        for codecs, start, stop in (
+            ((FullPrecision(), FullPrecision()), 0, n_sinks_kept),
+            ((key_codec, value_codec), n_sinks_kept, n_kept),
+        ):
+            if start < stop:
+                chosen = positions[:, start:stop]
+                index = chosen[..., None].expand(-1, -1, keys.shape[-1])
+                yield _piece(
+                    tuple(heads) if len(heads) < len(kept) else None,
+                    keys[heads].gather(1, index),
+                    values[heads].gather(1, index),
+                    *codecs,
+                    positions=chosen.to(torch.int32),
+                )
+
+
+def _piece(
+    heads: tuple[int, ...] | None,
+    keys: Float[Tensor, "head token dim"],
+    values: Float[Tensor, "head token dim"],
+    key_codec: Quantizer,
+    value_codec: Quantizer,
+    positions: Int[Tensor, "head token"] | None = None,
+) -> Piece:
+    return Piece(
+        heads=heads,
+        keys=Stored(codec=key_codec, data=key_codec.quantize(keys)),
+        values=Stored(codec=value_codec, data=value_codec.quantize(values)),
+        positions=positions,
+    )

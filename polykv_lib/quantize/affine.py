@@ -1,0 +1,105 @@
+"""Unsigned integers with a scale and a zero point a group: the family of KIVI."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from polykv_lib.quantize.base import Quantized, check_input, decode, to_half
+from polykv_lib.quantize.packing import pack, unpack
+
+
+@dataclass(frozen=True)
+class Affine:
+    """x_hat = code * scale + zero, scale = (max - min) / (2^bits - 1), zero = min (KIVI, arXiv:2402.02750).
+
+    Args:
+        bits: 2 to 8.
+        group: numbers that share a scale and a zero.
+        axis: "token": `group` tokens of one channel (KIVI's keys); "channel": `group` channels of one
+            token (KIVI's values).
+
+    Stored: bits + 32 / group bits a number (fp16 scale and zero). A last, shorter group has a scale of
+    its own; KIVI keeps such a remainder in full precision instead.
+    """
+
+    bits: int
+    group: int = 32
+    axis: Literal["token", "channel"] = "channel"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8 or self.group < 1 or self.axis not in ("token", "channel"):
+            raise ValueError(
+                f"{self}: bits must be 2 to 8, group at least 1 and axis 'token' or 'channel'."
+            )
+
+    def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
+        """Packed codes [*batch, token, dim * bits / 8] and a scale and a zero a group."""
+        check_input(x, self)
+        x32 = x.detach().float()
+        low, high = self._extremes(x32)
+        both, unit = to_half(torch.stack(((high - low) / (2**self.bits - 1), low)))
+        scale, zero = both
+        step = self._spread(scale.float() * unit, x32)
+        offset = self._spread(zero.float() * unit, x32)
+        codes = torch.round((x32 - offset) / torch.where(step == 0, 1.0, step))
+        return Quantized(
+            planes=pack(codes.clamp(0, 2**self.bits - 1).to(torch.uint8), self.bits),
+            scale=scale.clone(),
+            zero=zero.clone(),
+            unit=unit,
+            shape=tuple(x.shape),
+            dtype=x.dtype,
+        )
+
+    def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
+        """codes * scale + zero."""
+        return decode(self, q)
+
+    def levels(
+        self, q: Quantized, start: int, stop: int, dtype: torch.dtype
+    ) -> Float[Tensor, "*batch token dim"]:
+        """codes * scale + zero of tokens start..stop."""
+        assert q.scale is not None and q.zero is not None and q.unit is not None
+        codes = unpack(tuple(p[..., start:stop, :] for p in q.planes), self.bits).float()
+        step, offset = (
+            self._spread(s.float() * q.unit, codes, start) for s in (q.scale, q.zero)
+        )
+        return (codes * step + offset).to(dtype)
+
+    def gains(self, q: Quantized, start: int, stop: int) -> None:
+        """None: levels are the values."""
+
+    def to_levels(
+        self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
+    ) -> Float[Tensor, "*batch row dim"]:
+        """rows: B is the identity."""
+        return rows
+
+    from_levels = to_levels
+
+    @property
+    def _axis(self) -> int:
+        return -2 if self.axis == "token" else -1
+
+    def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest number of each group, groups along the axis."""
+        groups = x.split(self.group, dim=self._axis) if x.numel() else ()
+        if not groups:
+            shape = list(x.shape)
+            shape[self._axis] = -(-shape[self._axis] // self.group)
+            return x.new_zeros(shape), x.new_zeros(shape)
+        low = torch.cat([g.amin(self._axis, keepdim=True) for g in groups], dim=self._axis)
+        high = torch.cat([g.amax(self._axis, keepdim=True) for g in groups], dim=self._axis)
+        return low, high
+
+    def _spread(self, per_group: Tensor, like: Tensor, start: int = 0) -> Tensor:
+        """A group's number at each of its elements; `start` is the first token of `like`."""
+        offset = start if self.axis == "token" else 0
+        index = torch.arange(offset, offset + like.shape[self._axis], device=like.device)
+        spread = per_group.index_select(self._axis, index // self.group)
+        if self.axis == "channel" and spread.shape[-2] != like.shape[-2]:
+            spread = spread[..., start : start + like.shape[-2], :]
+        return spread

@@ -1,0 +1,142 @@
+"""The one contract of this package, and what every codec shares.
+
+A codec stores x so that each token t reads back as
+
+    x_hat[t] = gain[t] * levels[t] @ B
+
+levels are small numbers decoded from codes, gain one number a token (or none), B a linear map along
+head_dim (a diagonal of channel scales, a rotation, or the identity). Attention never needs x_hat:
+q . x_hat[t] = gain[t] * (q @ B^T) . levels[t], and sum_t p_t x_hat[t] = (sum_t p_t gain[t] levels[t]) @ B.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A tensor at rest: codes and scales. Read back by the codec that wrote it."""
+
+    planes: tuple[Tensor, ...]  # codes, packed along dim; each plane is [..., token, bytes]
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    unit: Tensor | None = None  # fp32 power of two that half-precision scales are multiples of
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of the tensor that was stored
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by a name that is stable on disk."""
+        named = {f"planes.{i}": plane for i, plane in enumerate(self.planes)}
+        rest = {"scale": self.scale, "zero": self.zero, "unit": self.unit}
+        return named | {name: t for name, t in rest.items() if t is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held: codes and scales, nothing assumed."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """Maps keys or values to their stored form and back; attention reads the parts in between."""
+
+    def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
+        """The stored form of x."""
+        ...
+
+    def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
+        """x_hat, in the dtype that x had."""
+        ...
+
+    def levels(
+        self, q: Quantized, start: int, stop: int, dtype: torch.dtype
+    ) -> Float[Tensor, "*batch token dim"]:
+        """Decoded levels of tokens start..stop."""
+        ...
+
+    def gains(self, q: Quantized, start: int, stop: int) -> Float[Tensor, "*batch token"] | None:
+        """fp32 factor of each token, or None where it is 1."""
+        ...
+
+    def to_levels(
+        self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
+    ) -> Float[Tensor, "*batch row dim"]:
+        """rows @ B^T: what a query becomes before it meets levels."""
+        ...
+
+    def from_levels(
+        self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
+    ) -> Float[Tensor, "*batch row dim"]:
+        """rows @ B: what a weighted sum of levels becomes afterwards."""
+        ...
+
+
+def decode(codec: Quantizer, q: Quantized) -> Float[Tensor, "*batch token dim"]:
+    """x_hat = (gain * levels) @ B, computed in fp32 and returned in the stored tensor's dtype."""
+    n_tokens = q.shape[-2]
+    x = codec.levels(q, 0, n_tokens, torch.float32)
+    gains = codec.gains(q, 0, n_tokens)
+    if gains is not None:
+        x = x * gains.unsqueeze(-1)
+    return codec.from_levels(q, x).to(q.dtype)
+
+
+def to_half(x: Float[Tensor, "*any"]) -> tuple[Float[Tensor, "*any"], Float[Tensor, ""]]:
+    """(h, unit) with h fp16 and x ~ h * unit; unit is a power of two, one for the whole tensor.
+
+    The largest |h| lies in [2^14, 2^15), so neither a tiny tensor underflows nor a large one overflows.
+    """
+    largest = x.abs().amax() if x.numel() else x.new_zeros(())
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    unit = torch.ldexp(torch.ones_like(largest), exponent - 15)
+    return (x / unit).half(), unit
+
+
+def check_input(x: Tensor, codec: Quantizer) -> None:
+    """Refuse what no codec can store, in one sentence."""
+    if x.dim() < 2 or not x.is_floating_point():
+        raise ValueError(
+            f"{codec} got a {x.dtype} tensor of shape {list(x.shape)}; it stores floating-point "
+            "tensors [..., token, dim]. Pass keys or values as the cache holds them."
+        )
+
+
+@dataclass(frozen=True)
+class FullPrecision:
+    """Stores the tensor as it is: the baseline that every other codec is measured against."""
+
+    def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
+        """x itself (a contiguous copy), at 8 * element_size bits a number."""
+        check_input(x, self)
+        copy = x.detach().clone(memory_format=torch.contiguous_format)
+        return Quantized(planes=(copy,), shape=tuple(x.shape), dtype=x.dtype)
+
+    def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
+        """x, bit for bit."""
+        return q.planes[0]
+
+    def levels(
+        self, q: Quantized, start: int, stop: int, dtype: torch.dtype
+    ) -> Float[Tensor, "*batch token dim"]:
+        """x of tokens start..stop."""
+        return q.planes[0][..., start:stop, :].to(dtype)
+
+    def gains(self, q: Quantized, start: int, stop: int) -> None:
+        """None: levels are the values."""
+
+    def to_levels(
+        self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
+    ) -> Float[Tensor, "*batch row dim"]:
+        """rows: B is the identity."""
+        return rows
+
+    def from_levels(
+        self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
+    ) -> Float[Tensor, "*batch row dim"]:
+        """rows: B is the identity."""
+        return rows

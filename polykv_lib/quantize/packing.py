@@ -1,0 +1,84 @@
+"""Small integers <-> bytes, along the last axis. What is stored is what is counted.
+
+Widths 1, 2, 4 and 8 fill one plane of bytes. Three bits, the paper's width, are stored as 12-bit words of
+four codes: a plane of low bytes, and a plane of nibbles in which word j shares a byte with word
+j + dim/8; one table look-up then decodes four codes. Widths 5, 6, 7 are a 4-bit plane and the rest.
+"""
+
+from functools import cache
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+Codes = UInt8[Tensor, "*batch dim"]
+Planes = tuple[Tensor, ...]  # each UInt8[Tensor, "*batch bytes"]
+
+
+def pack(codes: Codes, bits: int) -> Planes:
+    """Planes of dim * bits / 8 bytes a token in all; dim must be a multiple of 8."""
+    dim = codes.shape[-1]
+    if dim % 8:
+        raise ValueError(
+            f"head_dim={dim} can not be packed at {bits} bits without waste; packing needs a multiple "
+            "of 8. Use FullPrecision or Int8 for this model."
+        )
+    if bits == 3:
+        c = codes.unflatten(-1, (dim // 4, 4)).to(torch.int16)
+        words = c[..., 0] | c[..., 1] << 3 | c[..., 2] << 6 | c[..., 3] << 9
+        top_low, top_high = (words >> 8).chunk(2, dim=-1)
+        return (words & 255).to(torch.uint8), (top_low | top_high << 4).to(torch.uint8)
+    if bits in (5, 6, 7):
+        return *pack(codes & 15, 4), *pack(codes >> 4, bits - 4)
+    fields = codes.unflatten(-1, (-1, 8 // bits))
+    byte = fields[..., 0].clone()
+    for j in range(1, 8 // bits):
+        byte |= fields[..., j] << j * bits
+    return (byte,)
+
+
+def unpack(planes: Planes, bits: int) -> Codes:
+    """The codes, one a byte: the inverse of `pack`."""
+    if bits in (5, 6, 7):
+        return unpack(planes[:1], 4) | unpack(planes[1:], bits - 4) << 4
+    return look_up(planes, bits, _all_codes(bits, planes[0].device))
+
+
+def look_up(
+    planes: Planes, bits: int, table: Float[Tensor, "word code"] | UInt8[Tensor, "word code"]
+) -> Tensor:
+    """[*batch, dim]: the entries that a `word_table` holds for packed codes (bits 1, 2, 3, 4 or 8).
+
+    A word's entries are read as one wide element: index_select on a vector of 4- to 16-byte
+    elements is several times faster than on rows.
+    """
+    if bits == 3:
+        low, nibbles = planes
+        words = low.to(torch.int32)
+        top = torch.cat((nibbles & 15, nibbles >> 4), dim=-1)
+        words = words.add_(top.to(torch.int32), alpha=256)
+    else:
+        words = planes[0].to(torch.int32)
+    wide = _WIDE.get(table[0].numel() * table.element_size())
+    if wide is None:
+        entries = table.index_select(0, words.flatten())
+    else:
+        entries = table.view(wide).flatten().index_select(0, words.flatten()).view(table.dtype)
+    return entries.view(*words.shape[:-1], -1)
+
+
+_WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def word_table(levels: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """[words, codes a word]: the levels behind every packed word, as `look_up` wants them."""
+    codes = _all_codes(bits, levels.device)
+    return levels.to(dtype)[codes.long()]
+
+
+@cache
+def _all_codes(bits: int, device: torch.device) -> UInt8[Tensor, "word code"]:
+    n_codes = 4 if bits == 3 else 8 // bits
+    words = torch.arange(2 ** (bits * n_codes), device=device)
+    shifts = bits * torch.arange(n_codes, device=device)
+    return (words[:, None] >> shifts & (2**bits - 1)).to(torch.uint8)
