@@ -1,0 +1,111 @@
+"""What a number was made with: code, library versions, machine, time."""
+
+import importlib.metadata
+import os
+import platform as host
+import subprocess
+import sys
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from polykv_lib.study import platform
+
+PACKAGES = ("torch", "transformers", "datasets", "bert-score", "numpy", "papermill")
+
+
+def library_version() -> str:
+    """This library's version: the checkout's own statement, else what is installed."""
+    root = platform.repository()
+    if root is None:
+        return importlib.metadata.version("polykv-lib")
+    return str(tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"])
+
+
+def describe() -> dict[str, Any]:
+    """Code and machine as strict JSON; importing none of the packages it reports.
+
+    The dtype, attention and model really used are known to the experiment alone, which adds them.
+    """
+    return {
+        "library": library_version(),
+        "git": git_state(platform.repository()),
+        "python": host.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := installed(name))},
+        "platform": platform.kind(),
+        "image": _first_line(Path("/etc/build_date")),
+        "os": f"{host.system()} {host.release()}",
+        "cpu": cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [
+            {
+                "name": gpu.name,
+                "capability": "{}.{}".format(*gpu.capability),
+                "memory_mib": gpu.memory_mib,
+            }
+            for gpu in platform.gpus()
+        ],
+    }
+
+
+def from_torch() -> dict[str, Any]:
+    """Threads, peak memory and GPU architectures as torch has them; empty before torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    facts: dict[str, Any] = {"torch_threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        facts["gpu_arch_list"] = torch.cuda.get_arch_list()
+        facts["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+    return facts
+
+
+def installed(package: str) -> str | None:
+    """An installed package's version, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_state(root: Path | None) -> dict[str, Any] | None:
+    """Commit and whether tracked files differ from it; None where there is no git history."""
+    if root is None or not (commit := _git(root, "rev-parse", "HEAD")):
+        return None
+    return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain", "-uno"))}
+
+
+def git_remote(root: Path) -> str | None:
+    """"owner/name" on GitHub if the checkout has such an origin, else None."""
+    url = _git(root, "remote", "get-url", "origin")
+    _, found, path = url.replace(":", "/").partition("github.com/")
+    return path.removesuffix(".git") if found else None
+
+
+def cpu_model() -> str:
+    """The processor's name as the system reports it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, host.processor() or host.machine())
+
+
+def now() -> str:
+    """The time in UTC to the second, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _first_line(path: Path) -> str | None:
+    return path.read_text().partition("\n")[0] if path.is_file() else None
