@@ -71,6 +71,10 @@ class Piece:
         named |= {f"values.{name}": t for name, t in self.values.data.tensors.items()}
         return named if self.positions is None else named | {"positions": self.positions}
 
+    def to(self, device: torch.device) -> "Piece":
+        """The piece with its tensors on a device."""
+        return restore(describe(self), {name: t.to(device) for name, t in self.tensors.items()})
+
 
 def describe(piece: Piece) -> dict[str, Any]:
     """All of a piece that is not a tensor, as JSON."""

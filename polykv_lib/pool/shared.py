@@ -1,8 +1,8 @@
 """The pool itself: immutable, counted from its tensors, read by any number of agents."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,12 @@ class SharedKVPool:
         keys = torch.cat([piece.keys.dense() for piece in pieces], dim=-2)
         values = torch.cat([piece.values.dense() for piece in pieces], dim=-2)
         return keys[None], values[None]
+
+    def to(self, devices: Sequence[torch.device]) -> "SharedKVPool":
+        """The pool with each layer on its device."""
+        moved = zip(self.layers, devices, strict=True)
+        layers = tuple(tuple(piece.to(device) for piece in pieces) for pieces, device in moved)
+        return replace(self, layers=layers)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one safetensors file with a JSON header, whole or not at all; returns its path."""

@@ -1,0 +1,38 @@
+"""The only room that imports transformers: models, caches, attention and the verbs over them."""
+
+from polykv_lib.hf.attention import prepare
+from polykv_lib.hf.baselines import PooledAgent, expanded_cache, full_cache
+from polykv_lib.hf.caches import AgentCache, dense_bytes
+from polykv_lib.hf.generate import (
+    ask,
+    build_pool,
+    greedy,
+    load_pool,
+    logits,
+    read_document,
+    share,
+)
+from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
+from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
+
+__all__ = [
+    "AgentCache",
+    "PooledAgent",
+    "ask",
+    "build_pool",
+    "dense_bytes",
+    "document_ids",
+    "expanded_cache",
+    "full_cache",
+    "greedy",
+    "load_model",
+    "load_pool",
+    "logits",
+    "model_fingerprint",
+    "prepare",
+    "question_ids",
+    "read_document",
+    "share",
+    "stop_ids",
+    "tokenizer_fingerprint",
+]

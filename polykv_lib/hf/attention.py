@@ -1,0 +1,74 @@
+"""The attention function registered with transformers under the name "polykv"."""
+
+from typing import Any, Final
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from polykv_lib.attend import attend, attend_pieces, merge
+from polykv_lib.hf.caches import AgentLayer
+
+NAME: Final = "polykv"
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Register the attention "polykv" and set it on the model; idempotent; returns the model.
+
+    A prepared model without one of our caches computes what it did before, through sdpa.
+
+    Raises:
+        ValueError: an encoder-decoder model, or one without transformers' attention interface.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{model.config.model_type} is an encoder-decoder model; a pool shares the cache of a "
+            "decoder-only model, such as smollm2-135m."
+        )
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{model.config.model_type} does not use transformers' attention interface, so it can not "
+            "read a pool. Use a model that does, such as Llama, Qwen, Mistral or Phi-3."
+        )
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def attention(
+    module: Any,
+    query: Float[Tensor, "agent q_head query dim"],
+    key: Float[Tensor, "agent head own dim"],
+    value: Float[Tensor, "agent head own dim"],
+    attention_mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "agent query q_head dim"], None]:
+    """softmax over [shared document | own suffix]; plain sdpa where the keys carry no handle.
+
+    The document's part needs no mask: every agent sees all of it. The two parts merge by their
+    log-sum-exp, so no agent ever holds a copy of the document.
+    """
+    layer: AgentLayer | None = getattr(key, "polykv_layer", None)
+    if layer is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out, None
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} uses {name} in its attention, which a pool does not support."
+            )
+    layer.unread = False
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask == 0  # additive form: 0 where visible
+    own_out, own_lse = attend(query, key, value, scale, attention_mask)
+    out, lse = attend_pieces(query, layer.pieces, layer.n_heads, scale)
+    out, _ = merge(out, lse, own_out, own_lse)
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None

@@ -1,0 +1,54 @@
+"""What the pool is measured against: ordinary caches that hold a dense copy for each agent."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from transformers import DynamicCache, PreTrainedModel
+
+from polykv_lib.hf.generate import greedy
+from polykv_lib.kv import LayerKV
+from polykv_lib.pool import SharedKVPool
+
+
+def full_cache(layers: Sequence[LayerKV], n: int = 1) -> DynamicCache:
+    """An ordinary cache holding n dense copies of the document (the expanded batch)."""
+    cache = DynamicCache()
+    for i, layer in enumerate(layers):
+        keys = layer.keys.repeat_interleave(n, dim=0)
+        cache.update(keys, layer.values.repeat_interleave(n, dim=0), i)
+    return cache
+
+
+def expanded_cache(pool: SharedKVPool, n: int = 1) -> DynamicCache:
+    """The same from a pool: n copies of its dequantised keys and values."""
+    layers = (LayerKV(keys=k, values=v) for k, v in map(pool.read, range(len(pool.layers))))
+    return full_cache(list(layers), n)
+
+
+@dataclass(frozen=True)
+class PooledAgent:
+    """One agent as the authors run it (PolyKV, arXiv:2604.24971, agents.py), on today's transformers.
+
+    Every call decompresses the whole pool into a dense cache of the agent's own; agents run one after
+    another. Departure: positions and masks are passed explicitly instead of through `generate`.
+    """
+
+    model: PreTrainedModel
+    pool: SharedKVPool
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int = 200,
+        stop_ids: Set[int] = frozenset(),
+    ) -> list[int]:
+        """Greedy continuation of the document and this prompt."""
+        [answer] = greedy(
+            self.model,
+            expanded_cache(self.pool),
+            [prompt_ids],
+            n_seen=self.pool.n_tokens,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+        )
+        return answer

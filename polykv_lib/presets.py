@@ -1,0 +1,65 @@
+"""The names that notebooks and grids may pass, and what each one means."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Final
+
+from polykv_lib.kv import Geometry
+from polykv_lib.quantize import Affine, FullPrecision, Int8, Quantizer, TurboQuant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How a pool stores keys and values, and how many first tokens it leaves in full precision."""
+
+    keys: Quantizer
+    values: Quantizer
+    n_sink: int = 0
+
+
+CODECS: Final[dict[str, Callable[[], Codec]]] = {
+    "full": lambda: Codec(keys=FullPrecision(), values=FullPrecision()),
+    # Paper A exactly: one key scale a layer, Hadamard without signs, no protected tokens.
+    "paper": lambda: Codec(keys=Int8("tensor"), values=TurboQuant(3, "plain")),
+    "paper-sinks": lambda: Codec(keys=Int8("tensor"), values=TurboQuant(3, "plain"), n_sink=4),
+    "polykv": lambda: Codec(keys=Int8("channel"), values=TurboQuant(3), n_sink=4),
+    # One change at a time.
+    "k-only": lambda: Codec(keys=Int8("tensor"), values=FullPrecision()),
+    "v-only": lambda: Codec(keys=FullPrecision(), values=TurboQuant(3, "plain")),
+    "int8": lambda: Codec(keys=Int8("channel"), values=Int8("token")),
+    "q8-0": lambda: Codec(keys=Int8("block"), values=Int8("block")),
+    "tq1": lambda: Codec(keys=Int8("channel"), values=TurboQuant(1), n_sink=4),
+    "tq2": lambda: Codec(keys=Int8("channel"), values=TurboQuant(2), n_sink=4),
+    "tq4": lambda: Codec(keys=Int8("channel"), values=TurboQuant(4), n_sink=4),
+    "tq4-both": lambda: Codec(keys=TurboQuant(4), values=TurboQuant(4), n_sink=4),
+    "kivi4": lambda: Codec(keys=Affine(4, 32, "token"), values=Affine(4, 32, "channel")),
+    "kivi2": lambda: Codec(keys=Affine(2, 32, "token"), values=Affine(2, 32, "channel")),
+}
+
+GEOMETRIES: Final[dict[str, Geometry]] = {
+    "smollm2-135m": Geometry(n_layers=30, n_q_heads=9, n_kv_heads=3, head_dim=64),
+    "smollm2-1.7b": Geometry(n_layers=24, n_q_heads=32, n_kv_heads=32, head_dim=64),
+    "llama-3-8b": Geometry(n_layers=32, n_q_heads=32, n_kv_heads=8, head_dim=128),
+    "qwen2.5-7b": Geometry(n_layers=28, n_q_heads=28, n_kv_heads=4, head_dim=128),
+    "llama-3-70b": Geometry(n_layers=80, n_q_heads=64, n_kv_heads=8, head_dim=128),
+}
+
+
+def codec(name: str) -> Codec:
+    """The codec that a notebook parameter names."""
+    if name not in CODECS:
+        raise ValueError(f"no codec {name!r}; {_hint(name, list(CODECS))}")
+    return CODECS[name]()
+
+
+def geometry(name: str) -> Geometry:
+    """The cache geometry that a notebook parameter names."""
+    if name not in GEOMETRIES:
+        raise ValueError(f"no geometry {name!r}; {_hint(name, list(GEOMETRIES))}")
+    return GEOMETRIES[name]
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"Choose one of: {', '.join(known)}."
