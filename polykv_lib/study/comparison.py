@@ -214,7 +214,8 @@ def _frame(pairs: Sequence[tuple[Published, Ours]]) -> pd.DataFrame:
 
 
 def _line(row: Published, ours: Ours) -> dict[str, Any]:
-    delta = None if ours.value is None else ours.value - row.value
+    compared = ours.value is not None and ours.status in (REPRODUCED, DIFFERS)
+    delta = ours.value - row.value if compared else None
     relative = 100 * delta / abs(row.value) if delta is not None and row.value else None
     left = (f"{row.paper}, {row.table}", row.row, row.metric, row.unit, row.value)
     right = (ours.value, delta, relative, ours.n, ours.lo, ours.hi, row.model, ours.model)

@@ -1,4 +1,4 @@
-"""Stored numbers as one tidy table, which comparison, tables and figures read."""
+"""Stored numbers as one tidy table with every column that comparison, tables and figures read."""
 
 from collections.abc import Sequence
 
@@ -6,35 +6,25 @@ import pandas as pd
 
 from polykv_lib.study.record import Record
 
-FIELDS = ("experiment", "key", "table", "metric", "value", "unit", "kind", "n", "lo", "hi")
-DIMS = (
-    "model",
-    "codec",
-    "protocol",
-    "prefix_tokens",
-    "text",
-    "document",
-    "geometry",
-    "context_tokens",
-    "n_agents",
-    "method",
-    "control",
-    "encoder",
-    "layer",
-    "rescaled",
+_FIELDS = ("profile", "experiment", "key", "table", "metric", "value", "unit", "kind")
+_DIMS = (
+    *("model", "codec", "protocol", "prefix_tokens", "text", "document", "geometry"),
+    *("context_tokens", "n_agents", "method", "control", "encoder", "layer", "rescaled"),
 )
 
 
 def tidy(records: Sequence[Record]) -> pd.DataFrame:
-    """One line a stored number: the row's fields, then its dims; failed points have none."""
+    """One line a stored number, as `store.collect` gives them; unfilled columns are empty."""
     lines = [
-        {**row.dims, **row.model_dump(exclude={"dims"}), "experiment": r.experiment, "key": r.key}
-        for r in records
-        if r.status == "ok"
-        for row in r.rows
+        {"profile": str(record.provenance.get("profile", ""))}
+        | {"experiment": record.experiment, "key": record.key}
+        | row.model_dump(exclude={"dims"})
+        | row.dims
+        for record in records
+        for row in record.rows
     ]
-    frame = pd.DataFrame(lines, columns=pd.Index([*FIELDS, *DIMS]))
-    return frame.astype({"value": float, "lo": float, "hi": float})
+    numbers = pd.DataFrame(lines, columns=pd.Index([*_FIELDS, "n", "lo", "hi", *_DIMS]))
+    return numbers.astype({"value": float, "lo": float, "hi": float})
 
 
 def pick(numbers: pd.DataFrame, **wanted: object) -> pd.DataFrame:

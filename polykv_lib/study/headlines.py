@@ -1,0 +1,123 @@
+"""The few numbers a reader looks for first, each with the command that measures it."""
+
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from polykv_lib.study.render import number
+from polykv_lib.study.rows import pick
+
+COLUMNS = ("what", "setting", "ours", "95 % interval", "n", "paper", "command")
+SIZES = {"prefix_tokens": "tokens in the pool", "context_tokens": "tokens", "n_agents": "agents"}
+CODECS = {"paper": "the paper's codec", "polykv": "the polykv codec"}
+METHODS = {
+    "shared-pool": "one shared pool",
+    "expanded-batch": "an ordinary cache, one copy an agent",
+    "pooled-agent": "the paper's way, one decompressed cache an agent",
+}
+CONTROLS = {
+    "pool": "answers from the pool",
+    "unrelated-document": "control: an unrelated document",
+    "no-document": "control: no document",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One number: which rows hold it, shown at the largest document and the most agents measured.
+
+    `paper` is the published number where the same thing is meant.
+    """
+
+    what: str
+    table: str
+    metric: str
+    where: dict[str, str] = field(default_factory=dict)
+    paper: str = ""
+
+
+HEADLINES = (
+    *(
+        Headline(
+            what=f"one bf16 copy / pool, {name}, head_dim {head_dim}",
+            table="pool_memory",
+            metric="memory_ratio",
+            where={"kind": "measured", "geometry": geometry, "codec": codec},
+            paper="2.91, norms not counted" if codec == "paper" else "",
+        )
+        for codec, name in CODECS.items()
+        for geometry, head_dim in (("smollm2-135m", 64), ("llama-3-8b", 128))
+    ),
+    *(
+        Headline(
+            what=f"{label}, {name}",
+            table="ppl",
+            metric=metric,
+            where={"protocol": "fixed-window", "codec": codec},
+        )
+        for codec, name in CODECS.items()
+        for metric, label in (
+            ("ppl_delta_pct", "perplexity change, %"),
+            ("kl_nats", "KL from the full cache, nats"),
+        )
+    ),
+    Headline(
+        what="bytes an added agent takes / bytes of its own suffix",
+        table="agent_memory",
+        metric="added_over_suffix",
+    ),
+    *(
+        Headline(
+            what=f"decoding step, ms, {name}",
+            table="decode_step",
+            metric="ms_per_step",
+            where={"method": method},
+        )
+        for method, name in METHODS.items()
+    ),
+    *(
+        Headline(
+            what=f"BERTScore F1 against the full cache's answers, {name}",
+            table="fidelity",
+            metric="bertscore_f1",
+            where={"control": control},
+        )
+        for control, name in CONTROLS.items()
+    ),
+)
+
+
+def headlines(numbers: pd.DataFrame) -> pd.DataFrame:
+    """The headline numbers that are stored, as text, ready to print.
+
+    Args:
+        numbers: what `rows.tidy` returned.
+    """
+    lines = [line for headline in HEADLINES for line in _lines(headline, numbers)]
+    return pd.DataFrame(lines, columns=pd.Index(COLUMNS))
+
+
+def _lines(headline: Headline, numbers: pd.DataFrame) -> list[dict[str, str]]:
+    rows = pick(numbers, table=headline.table, metric=headline.metric, **headline.where)
+    for size in SIZES:
+        if rows[size].notna().any():
+            rows = rows[rows[size] == rows[size].max()]
+    return [_line(headline, row) for _, row in rows.iterrows()]
+
+
+def _line(headline: Headline, row: pd.Series) -> dict[str, str]:
+    sizes = [
+        f"{number(row[size])} {unit}" for size, unit in SIZES.items() if not pd.isna(row[size])
+    ]
+    named = [str(row[name]) for name in ("model", "codec", "encoder") if not pd.isna(row[name])]
+    return {
+        "what": headline.what,
+        "setting": ", ".join([*named, *sizes]),
+        "ours": number(row["value"]),
+        "95 % interval": ""
+        if pd.isna(row["lo"])
+        else f"{number(row['lo'])} to {number(row['hi'])}",
+        "n": number(row["n"]),
+        "paper": headline.paper,
+        "command": f"`polykv run --profile {row['profile']} --only {row['experiment']}`",
+    }

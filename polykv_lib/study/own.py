@@ -1,0 +1,112 @@
+"""Our own measured and computed numbers as tables: settings down, metrics across."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from polykv_lib.study.rows import pick
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """One table of our numbers: one line a setting (`by`), one column a metric."""
+
+    title: str
+    table: str
+    by: tuple[str, ...]
+    metrics: tuple[str, ...]
+    kind: str = "measured"
+
+
+OWN = {
+    "pool_memory": Own(
+        title="KV bytes by geometry, document length, agents and codec, computed from shapes",
+        table="pool_memory",
+        by=("geometry", "context_tokens", "n_agents", "codec"),
+        metrics=("without_bytes", "shared_bytes", "pool_bytes", "reduction_pct", "memory_ratio"),
+        kind="computed",
+    ),
+    "pool_memory_measured": Own(
+        title="Pools really built from tensors of these shapes, counted byte by byte",
+        table="pool_memory",
+        by=("geometry", "context_tokens", "codec"),
+        metrics=("pool_bytes", "memory_ratio"),
+    ),
+    "agent_memory": Own(
+        title="What one more agent costs, and the peak while N agents decode",
+        table="agent_memory",
+        by=("model", "method", "context_tokens", "n_agents"),
+        metrics=(
+            *("suffix_bytes_per_agent", "added_bytes_per_agent", "added_over_suffix"),
+            "peak_bytes",
+        ),
+    ),
+    "decode_step": Own(
+        title="Time of one decoding step for all agents, methods interleaved in one run",
+        table="decode_step",
+        by=("model", "context_tokens", "n_agents", "method"),
+        metrics=("ms_per_step",),
+    ),
+    "ppl": Own(
+        title="Perplexity and agreement with the full cache (paired over documents)",
+        table="ppl",
+        by=("model", "protocol", "prefix_tokens", "codec"),
+        metrics=(
+            *("ppl_full", "ppl_pool", "ppl_delta_pct", "nll_delta_nats", "kl_nats"),
+            *("top1_agreement", "ppl_no_document"),
+        ),
+    ),
+    "kl_vs_bits": Own(
+        title="KL divergence from the full cache against stored bits",
+        table="kl_vs_bits",
+        by=("model", "codec"),
+        metrics=("bits_per_element", "kl_nats", "ppl_delta_pct"),
+    ),
+    "fidelity": Own(
+        title="Agents' answers against the full cache's answers, with controls",
+        table="fidelity",
+        by=("model", "codec", "control", "n_agents", "encoder", "layer", "rescaled"),
+        metrics=("bertscore_f1", "token_overlap", "exact_match", "nll_delta_nats", "n_empty"),
+    ),
+}
+
+
+def own_table(numbers: pd.DataFrame, own: Own) -> pd.DataFrame:
+    """The numbers of one table; a metric is followed by its `lo` and `hi` where it has them."""
+    chosen = pick(numbers, table=own.table, kind=own.kind)
+    by = [column for column in ("profile", *own.by) if chosen[column].notna().any()]
+    lines = [
+        {**dict(zip(by, setting, strict=True)), **_cells(group, own.metrics)}
+        for setting, group in (chosen.groupby(by, dropna=False) if by else ())
+    ]
+    return pd.DataFrame(lines)
+
+
+def _cells(group: pd.DataFrame, metrics: tuple[str, ...]) -> dict[str, float]:
+    cells = {"n": group["n"].max()}
+    for metric in metrics:
+        found = pick(group, metric=metric)
+        if len(found):
+            value, low, high = found.iloc[-1][["value", "lo", "hi"]]
+            cells[metric] = value
+            if not pd.isna(low):
+                cells |= {f"{metric} lo": low, f"{metric} hi": high}
+    return cells
+
+
+def inversions(numbers: pd.DataFrame) -> pd.DataFrame:
+    """How many documents get a lower perplexity from the pool than from the full cache."""
+    deltas = pick(numbers, table="documents", metric="ppl_delta_pct")
+    by = [c for c in ("profile", "protocol", "prefix_tokens", "codec") if deltas[c].notna().any()]
+    lines = [
+        {
+            **dict(zip(by, setting, strict=True)),
+            "documents": len(group),
+            "inverted": int((group["value"] < 0).sum()),
+            "smallest delta %": group["value"].min(),
+            "median delta %": group["value"].median(),
+            "largest delta %": group["value"].max(),
+        }
+        for setting, group in (deltas.groupby(by, dropna=False) if by else ())
+    ]
+    return pd.DataFrame(lines)

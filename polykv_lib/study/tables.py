@@ -1,0 +1,105 @@
+"""Records in, tables out: Markdown, CSV and LaTeX of one DataFrame each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from polykv_lib.study.arithmetic import arithmetic_findings
+from polykv_lib.study.comparison import paper_vs_ours, same_protocol
+from polykv_lib.study.headlines import headlines
+from polykv_lib.study.own import OWN, inversions, own_table
+from polykv_lib.study.published import POOL
+from polykv_lib.study.record import Record
+from polykv_lib.study.render import latex, markdown
+from polykv_lib.study.rows import tidy
+from polykv_lib.study.store import collect, write_atomically
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table as it is written."""
+
+    title: str
+    frame: pd.DataFrame
+
+
+def all_tables(records: Sequence[Record], papers_root: Path) -> dict[str, Table]:
+    """Every table by file name: the comparison with both papers, then our own numbers."""
+    numbers, compared = tidy(records), paper_vs_ours(records, papers_root)
+    of_pool = compared["paper table"].str.startswith(POOL)
+    tables = {
+        "paper_vs_ours": Table(
+            title=f"Every number of arXiv {POOL} beside ours", frame=compared[of_pool]
+        ),
+        "same_protocol": Table(
+            title=f"Other models under the 70/30 protocol of arXiv {POOL}: beside, not comparable",
+            frame=same_protocol(records, papers_root),
+        ),
+        "arithmetic": Table(
+            title=f"What the numbers of arXiv {POOL} count", frame=arithmetic_findings(papers_root)
+        ),
+        "inversions": Table(
+            title="Documents whose perplexity falls under the pool", frame=inversions(numbers)
+        ),
+        "paper_vs_ours_eviction": Table(
+            title="Published eviction and LongBench numbers: none is run here",
+            frame=compared[~of_pool],
+        ),
+    }
+    return tables | {
+        name: Table(title=own.title, frame=own_table(numbers, own)) for name, own in OWN.items()
+    }
+
+
+def write_all(results_root: Path, papers_root: Path, out: Path) -> list[Path]:
+    """Writes every table that has lines as `<out>/<name>.md`, `.csv` and `.tex`.
+
+    Returns:
+        The Markdown files, in reading order.
+    """
+    written = []
+    for name, table in all_tables(collect(results_root), papers_root).items():
+        if len(table.frame):
+            page = f"# {table.title}\n\n{markdown(table.frame)}\n"
+            write_atomically(out / f"{name}.csv", table.frame.to_csv(index=False))
+            write_atomically(out / f"{name}.tex", f"{latex(table.frame)}\n")
+            write_atomically(out / f"{name}.md", page)
+            written.append(out / f"{name}.md")
+    return written
+
+
+def summary(results_root: Path, papers_root: Path, out: Path) -> str:
+    """What `make study` ends with: headlines, the comparison's tally, where the tables are."""
+    records = collect(results_root)
+    tally = paper_vs_ours(records, papers_root)["status"].value_counts()
+    counts = ", ".join(f"{n} {status}" for status, n in tally.items())
+    return "\n".join(
+        [
+            markdown(headlines(tidy(records)).drop(columns="command")),
+            "",
+            f"Published numbers beside ours: {counts}.",
+            f"All tables, and why each number differs or is missing: {out}",
+        ]
+    )
+
+
+def readme_table(records: Sequence[Record]) -> str:
+    """The README's results: one headline number a line, with the command that measures it."""
+    return markdown(headlines(tidy(records)))
+
+
+def fill_readme(readme: Path, records: Sequence[Record]) -> None:
+    """Replaces what stands between the README's two result markers.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    text = readme.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{readme} has no lines {BEGIN} and {END}; the results go between them.")
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    write_atomically(readme, f"{head}{BEGIN}\n{readme_table(records)}\n{END}{tail}")

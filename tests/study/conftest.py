@@ -1,0 +1,112 @@
+"""Records made up by formula: they have the shape of real ones and the profile "synthetic"."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polykv_lib.study.record import Record, Row
+from polykv_lib.study.store import Store
+
+MODEL = "smollm2-135m"
+BITS = {"full": 16.0, "paper": 5.6, "polykv": 5.7, "int8": 8.1, "tq2": 5.1, "tq4": 6.1, "k-only": 12.0}
+GEOMETRIES = {"smollm2-135m": 11_520, "llama-3-8b": 65_536, "qwen2.5-7b": 28_672}
+AGENTS = (1, 3, 5, 10, 15)
+
+
+def _row(table: str, metric: str, value: float, unit: str, **rest: Any) -> Row:
+    named = {name: rest.pop(name) for name in ("kind", "n", "lo", "hi") if name in rest}
+    return Row(table=table, metric=metric, value=value, unit=unit, dims=rest, **named)
+
+
+def _pool_memory() -> Iterator[Row]:
+    for geometry, elements in GEOMETRIES.items():
+        for tokens in (600, 1285, 2048, 5035):
+            copy = 2.0 * elements * tokens
+            for codec in ("full", "paper", "polykv", "int8"):
+                pool, at = copy * BITS[codec] / 16, {"geometry": geometry, "context_tokens": tokens}
+                for n in AGENTS:
+                    numbers = {
+                        "without_bytes": (n * copy, "B"), "shared_bytes": (copy, "B"), "pool_bytes": (pool, "B"),
+                        "reduction_pct": (100 * (1 - pool / (n * copy)), "%"), "memory_ratio": (copy / pool, "x"),
+                    }  # fmt: skip
+                    for metric, (value, unit) in numbers.items():
+                        yield _row("pool_memory", metric, value, unit, kind="computed", codec=codec,
+                                   n_agents=n, dtype="bfloat16", **at)  # fmt: skip
+                if geometry != "qwen2.5-7b":
+                    yield _row("pool_memory", "pool_bytes", pool, "B", codec=codec, **at)
+                    yield _row("pool_memory", "memory_ratio", copy / pool, "x", codec=codec, **at)
+
+
+def _agents() -> Iterator[Row]:
+    slope = {"shared-pool": 0.5, "expanded-batch": 9.0, "pooled-agent": 12.0, "no-document": 0.2}
+    for n in AGENTS:
+        at: dict[str, Any] = {"model": MODEL, "context_tokens": 2048, "n_agents": n}
+        yield _row("agent_memory", "suffix_bytes_per_agent", 1.0e6, "B", **at)
+        yield _row("agent_memory", "added_bytes_per_agent", 1.02e6, "B", **at)
+        yield _row("agent_memory", "added_over_suffix", 1.02, "x", **at)
+        for method, per_agent in slope.items():
+            ms = 30 + per_agent * n
+            yield _row("decode_step", "ms_per_step", ms, "ms", n=20, lo=0.9 * ms, hi=1.2 * ms, method=method, **at)
+            if method != "no-document":
+                yield _row("agent_memory", "peak_bytes", 1e7 * (5 + per_agent * n), "B", method=method, **at)
+
+
+def _perplexity() -> Iterator[Row]:
+    for protocol, prefixes in (("fixed-window", (600, 1285, 1851, 4096)), ("paper-70-30", (578, 1285, 1295))):
+        for tokens in prefixes:
+            for i, codec in enumerate(("full", "paper", "polykv", "int8")):
+                delta, half = 0.4 * i * (i % 3 - 0.8) + 50 / tokens, 200 / tokens
+                at: dict[str, Any] = {"model": MODEL, "protocol": protocol, "prefix_tokens": tokens, "codec": codec, "n": 12}
+                yield _row("ppl", "ppl_full", 18.0, "ppl", **at)
+                yield _row("ppl", "ppl_pool", 18.0 * (1 + delta / 100), "ppl", **at)
+                yield _row("ppl", "ppl_delta_pct", delta, "%", lo=delta - half, hi=delta + half, **at)
+                yield _row("ppl", "kl_nats", 0.002 * i, "nats", lo=0.0015 * i, hi=0.0025 * i, **at)
+                yield _row("ppl", "top1_agreement", 1 - 0.01 * i, "share", **at)
+    for codec, bits in BITS.items():
+        kl = 0.3 * 2.0 ** (-bits)
+        at = {"model": MODEL, "codec": codec}
+        yield _row("kl_vs_bits", "bits_per_element", bits, "bits", **at)
+        yield _row("kl_vs_bits", "kl_nats", kl, "nats", n=12, lo=0.8 * kl, hi=1.3 * kl, **at)
+        yield _row("kl_vs_bits", "ppl_delta_pct", 100 * kl, "%", n=12, **at)
+    for i in range(12):
+        yield _row("documents", "ppl_delta_pct", 0.2 * i - 0.7, "%", codec="paper", document=f"article {i}",
+                   protocol="paper-70-30", prefix_tokens=1285)  # fmt: skip
+
+
+def _fidelity() -> Iterator[Row]:
+    level = {"pool": 0.97, "unrelated-document": 0.45, "no-document": 0.4}
+    for n in AGENTS:
+        for control, f1 in level.items():
+            at: dict[str, Any] = {"n_agents": n, "codec": "polykv", "control": control, "model": MODEL}
+            scorer = {"encoder": "all-MiniLM-L6-v2", "layer": 6, "rescaled": False}
+            low, high = f1 - 0.1 / n, min(1.0, f1 + 0.1 / n)
+            yield _row("fidelity", "bertscore_f1", f1, "F1", n=n, lo=low, hi=high, **at, **scorer)
+            yield _row("fidelity", "token_overlap", f1 - 0.1, "share", n=n, lo=low - 0.1, hi=high - 0.1, **at)
+
+
+@pytest.fixture(scope="session")
+def synthetic() -> list[Record]:
+    groups = {
+        "memory_scaling": [*_pool_memory(), *_agents()],
+        "ppl_inversion": list(_perplexity()),
+        "agent_fidelity": list(_fidelity()),
+    }
+    return [
+        Record(experiment=name, key=f"{i:016x}", params={}, status="ok", rows=rows, provenance={"profile": "synthetic"})
+        for i, (name, rows) in enumerate(groups.items())
+    ]
+
+
+@pytest.fixture()
+def synthetic_root(synthetic: list[Record], tmp_path: Path) -> Path:
+    root = tmp_path / "results" / "synthetic"
+    for record in synthetic:
+        Store(write=root).put(record)
+    return root
+
+
+@pytest.fixture(scope="session")
+def papers() -> Path:
+    return Path(__file__).parents[2] / "data" / "papers"
