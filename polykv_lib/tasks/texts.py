@@ -31,7 +31,10 @@ _SPOKEN_TEMPLATES: Final[dict[str, tuple[str, ...]]] = {
     "small": ("1",),
     "transl": ("2",),
 }
-_SILENT_TAGS: Final = frozenset({"gallery", "math", "ref", "references", "source", "table"})
+_SILENT_TAGS: Final = frozenset({"gallery", "math", "references", "source", "table"})
+_COMMENT: Final = re.compile(r"<!--.*?-->", re.DOTALL)
+_REFERENCE: Final = re.compile(r"<ref\b[^>]*/\s*>|<ref\b.*?</ref\s*>", re.DOTALL | re.IGNORECASE)
+_TABLE_LINE: Final = re.compile(r"^\s*[|!{].*$", re.MULTILINE)  # of tables that were never closed
 _SILENT_LINKS: Final = ("category:", "file:", "image:")
 _LAST_HEADINGS: Final = frozenset(
     {
@@ -85,7 +88,9 @@ def wikitext2(n_chars: int = WIKITEXT_CHARS) -> Article:
             f"WikiText-2 is neither cached nor reachable ({type(error).__name__}). "
             "Connect to a hub once, or use tasks.texts.articles(), which needs no network."
         ) from error
-    return Article(title="WikiText-2 test", text=" ".join(rows)[:n_chars], source="wikitext-2-raw-v1")
+    return Article(
+        title="WikiText-2 test", text=" ".join(rows)[:n_chars], source="wikitext-2-raw-v1"
+    )
 
 
 def plain_text(markup: str) -> str:
@@ -94,8 +99,10 @@ def plain_text(markup: str) -> str:
     Templates vanish, except those that stand for words of the sentence (a converted quantity, a
     foreign word, a quotation).
     """
+    # References go before parsing: in half-broken markup the parser does not see them as tags.
+    markup = _REFERENCE.sub("", _COMMENT.sub("", markup))
     code = _before_end_matter(mwparserfromhell.parse(markup))
-    text = _heard(code).strip_code()
+    text = _TABLE_LINE.sub("", _heard(code).strip_code())
     text = re.sub(r"\(\s*[;,]?\s*\)", "", text)  # brackets whose only content was a template
     text = re.sub(r"[^\S\n]+", " ", text)
     text = re.sub(r" ([,.;:)])", r"\1", text)

@@ -1,0 +1,1 @@
+"""Numbers from answers: pure functions of tensors, strings and arrays. No language model runs."""

