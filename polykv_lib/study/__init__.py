@@ -1,1 +1,1 @@
-"""Numbers to rows to tables and figures: parameters, runner, store. Importing it never imports torch."""
+"""Numbers to rows, to tables, to figures. Outside `experiments` nothing here needs torch."""

@@ -1,4 +1,4 @@
-"""What a notebook calls: set up, compute or fetch its point, show it. Never imports torch itself."""
+"""What a notebook calls: set up, compute or fetch its point, show it."""
 
 import importlib
 import sys
@@ -9,11 +9,13 @@ from typing import Any
 
 import pandas as pd
 
+import polykv_lib
 from polykv_lib.study import params as parameters
 from polykv_lib.study import platform, provenance
 from polykv_lib.study.params import ExperimentParameters, Parameters
 from polykv_lib.study.record import Failure, Outcome, Record
-from polykv_lib.study.store import Store, frame, key_of
+from polykv_lib.study.rows import tidy
+from polykv_lib.study.store import Store, key_of
 
 MARK = "… "  # starts each progress line, by which the batch runner forwards them
 OUT_OF_MEMORY = ("OutOfMemory", "MemoryError", "can't allocate memory", "out of memory")
@@ -44,7 +46,7 @@ def setup(notebook: str, namespace: Mapping[str, Any]) -> Parameters:
         if platform.gpus():
             network += f"{platform.check_gpu()}, "
     _print(
-        f"polykv_lib {provenance.library_version()} in {sys.executable} ({platform.kind()}, "
+        f"polykv_lib {polykv_lib.__version__} in {sys.executable} ({platform.kind()}, "
         f"{network}profile {profile_of(chosen)}); results in {chosen.places.results}"
     )
     return chosen
@@ -76,7 +78,7 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
         The point's record, status "ok".
     """
     store = store_of(chosen)
-    key = key_of(experiment, chosen.resolved, provenance.library_version())
+    key = key_of(experiment, chosen.resolved)
     stored = store.get(experiment, key)
     if stored is not None and stored.status == "ok" and not chosen.FORCE:
         _print(f"{experiment} {key} is in the store already; FORCE=True computes it again")
@@ -114,13 +116,13 @@ def compute(experiment: str, resolved: Mapping[str, Any]) -> Outcome:
 
 
 def show(record: Record, table: str | None = None) -> pd.DataFrame:
-    """The rows of a record as a table for reading, without columns that never change.
+    """The rows of a record as a table for reading, without its empty columns.
 
     Args:
         record: a stored point.
         table: only this one of the record's tables.
     """
-    lines = frame([record]).drop(columns=["profile", "experiment", "key"])
+    lines = tidy([record]).drop(columns=["experiment", "key"])
     if table is not None:
         lines = lines[lines["table"] == table].drop(columns="table")
     return lines.dropna(axis="columns", how="all").reset_index(drop=True)

@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
@@ -58,18 +59,14 @@ Several = Annotated[list[T], BeforeValidator(_list), Field(min_length=1)]
 def _codec(name: str) -> str:
     from polykv_lib import presets  # here, because it imports torch
 
-    return _one_of(name, presets.CODECS)
+    presets.codec(name)
+    return name
 
 
 def _geometry(name: str) -> str:
     from polykv_lib import presets
 
-    return _one_of(name, presets.GEOMETRIES)
-
-
-def _one_of(name: str, known: Iterable[str]) -> str:
-    if name not in known:
-        raise ValueError(f"unknown name {name!r}{near(name, known)}. Known: {', '.join(known)}")
+    presets.geometry(name)
     return name
 
 
@@ -91,6 +88,12 @@ class Parameters(BaseModel):
     def places(self) -> Places:
         """Where this run reads and writes."""
         return Places.at(self.OUT_DIR)
+
+    @property
+    def results(self) -> Path:
+        """The stored results to read: of PROFILE alone, or of every profile if it is "auto"."""
+        results = self.places.results
+        return results if self.PROFILE == "auto" else results / self.PROFILE
 
 
 class ExperimentParameters(Parameters):
@@ -184,6 +187,13 @@ def schema_of(notebook: str) -> type[Parameters]:
     return NOTEBOOKS[notebook]
 
 
+def all_names() -> list[str]:
+    """The parameter names of all notebooks together."""
+    return list(
+        dict.fromkeys(name for schema in NOTEBOOKS.values() for name in schema.model_fields)
+    )
+
+
 def from_namespace(notebook: str, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters among a notebook's globals, the misspelt ones too, for `validate` to refuse.
 
@@ -206,7 +216,7 @@ def refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """"; did you mean X?" for the known name nearest to a misspelt one, or nothing."""
+    """ "; did you mean X?" for the known name nearest to a misspelt one, or nothing."""
     found = difflib.get_close_matches(name.upper(), [k.upper() for k in known], n=1)
     return next((f"; did you mean {k}?" for k in known if [k.upper()] == found), "")
 

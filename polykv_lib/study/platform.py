@@ -158,7 +158,10 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
     query = "--query-gpu=name,compute_cap,memory.total"
     answer = subprocess.run(
-        [command, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30
+        [command, query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     lines = answer.stdout.splitlines() if answer.returncode == 0 else []
     return tuple(_gpu(line) for line in lines if line.count(",") == 2)
@@ -175,17 +178,6 @@ def default_profile(found: tuple[Gpu, ...]) -> str:
     if not found:
         return "offline"
     return "t4" if found[0].capability == (7, 5) else "gpu"
-
-
-def dtype_name(device: str, capability: tuple[int, int] | None = None) -> str:
-    """The floating-point type to compute in: bfloat16 only where the hardware has it.
-
-    torch reports bfloat16 as supported on capability 7.5, where it is emulated; hence the rule by
-    capability: float16 below 8.0, bfloat16 from 8.0, float32 on a CPU.
-    """
-    if device == "cpu" or capability is None:
-        return "float32"
-    return "bfloat16" if capability >= (8, 0) else "float16"
 
 
 def check_gpu() -> str:

@@ -5,24 +5,16 @@ import os
 import platform as host
 import subprocess
 import sys
-import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+import polykv_lib
 from polykv_lib.study import platform
 
 PACKAGES = ("torch", "transformers", "datasets", "bert-score", "numpy", "papermill")
-
-
-def library_version() -> str:
-    """This library's version: the checkout's own statement, else what is installed."""
-    root = platform.repository()
-    if root is None:
-        return importlib.metadata.version("polykv-lib")
-    return str(tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"])
 
 
 def describe() -> dict[str, Any]:
@@ -31,7 +23,7 @@ def describe() -> dict[str, Any]:
     The dtype, attention and model really used are known to the experiment alone, which adds them.
     """
     return {
-        "library": library_version(),
+        "library": polykv_lib.__version__,
         "git": git_state(platform.repository()),
         "python": host.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
@@ -80,7 +72,7 @@ def git_state(root: Path | None) -> dict[str, Any] | None:
 
 
 def git_remote(root: Path) -> str | None:
-    """"owner/name" on GitHub if the checkout has such an origin, else None."""
+    """ "owner/name" on GitHub if the checkout has such an origin, else None."""
     url = _git(root, "remote", "get-url", "origin")
     _, found, path = url.replace(":", "/").partition("github.com/")
     return path.removesuffix(".git") if found else None

@@ -31,12 +31,13 @@ class Row(BaseModel):
     dims: dict[str, Scalar] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
 class Outcome:
     """What an experiment hands back: rows for tables, raw samples, and how it was really run.
 
     `protocol` holds what only the run knows (dtype and attention in use, model and data
     fingerprints); it is stored with the point's provenance. A row may be given as a plain dict.
+    A NaN or infinity anywhere is refused.
     """
 
     rows: list[Row]
@@ -56,7 +57,9 @@ class Failure(BaseModel):
 class Record(BaseModel):
     """One point as it is stored, strict JSON, at `<root>/<experiment>/<key>.json`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_by_name=True, allow_inf_nan=False
+    )
 
     schema_: Literal[1] = Field(default=SCHEMA, alias="schema")
     experiment: str

@@ -5,30 +5,36 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from pydantic import ValidationError
 
-from polykv_lib.study.record import SCHEMA, Record
+import polykv_lib
+from polykv_lib.study.record import SCHEMA, Record, Row
 
 log = logging.getLogger(__name__)
 
 SCRATCH_PROFILE = "smoke"  # tiny sizes, made to test the machinery: never mixed with other results
 
 
-def key_of(experiment: str, params: Mapping[str, Any], version: str) -> str:
+def key_of(experiment: str, params: Mapping[str, Any]) -> str:
     """The first 16 hex digits of sha256 over what a point is computed from, as canonical JSON.
+
+    The library's version is part of it: a new one computes everything again.
 
     Args:
         experiment: name of the experiment.
-        params: resolved parameters that change the result (no output folder, no profile).
-        version: the library's version; a new one recomputes everything.
+        params: resolved parameters that decide the result (no output folder, no profile).
     """
-    content = {"experiment": experiment, "schema": SCHEMA, "params": params, "version": version}
+    content = {
+        "experiment": experiment,
+        "params": params,
+        "schema": SCHEMA,
+        "version": polykv_lib.__version__,
+    }
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -70,52 +76,40 @@ def load(path: Path) -> Record | None:
         return None
 
 
-def collect(
-    root: Path, *, experiment: str | None = None, status: str | None = "ok"
-) -> list[Record]:
-    """Every record below a folder: all profiles (`data/results`) or one (`data/results/offline`).
+def collect(root: Path, *, experiment: str | None = None) -> list[Record]:
+    """Every readable record below a folder: `data/results`, or one profile's `data/results/offline`.
 
-    Smoke results are left out unless `root` is their own folder.
+    A number that a later record of the same profile holds again (same experiment, table, metric,
+    kind and dimensions) is left out of the earlier record, so that no table shows it twice.
+    Failed points are included. Smoke results are left out unless `root` is their own folder.
 
     Args:
         root: folder searched at any depth.
         experiment: only this one's records; None for all.
-        status: "ok", "failed" or None for both.
 
     Returns:
         Records, oldest first.
     """
     files = (f for f in root.rglob("*.json") if SCRATCH_PROFILE not in f.relative_to(root).parts)
-    records = (load(file) for file in files)
-    chosen = [
-        record
-        for record in records
-        if record is not None
-        and experiment in (None, record.experiment)
-        and status in (None, record.status)
-    ]
-    return sorted(chosen, key=lambda record: (_finished(record), record.key))
+    records = [r for r in map(load, files) if r and experiment in (None, r.experiment)]
+    seen: set[tuple[str, ...]] = set()
+    latest = []
+    for record in sorted(records, key=_age, reverse=True):
+        rows = {_identity(record, row): row for row in record.rows}
+        fresh = [row for identity, row in rows.items() if identity not in seen]
+        seen.update(rows)
+        latest.append(record.model_copy(update={"rows": fresh}))
+    return latest[::-1]
 
 
-def frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Records as a tidy table: one line a row, one column a dimension.
+def _age(record: Record) -> tuple[str, str]:
+    return str(record.provenance.get("finished", "")), record.key
 
-    Where two records hold the same number (same profile, experiment, table, metric, kind and
-    dimensions), the one finished last is kept, so that a line never appears twice.
 
-    Returns:
-        Columns profile, experiment, key, table, metric, value, unit, kind, n, lo, hi, then dims.
-    """
-    lines: dict[tuple[str, ...], dict[str, Any]] = {}
-    for record in sorted(records, key=_finished):
-        profile = str(record.provenance.get("profile", ""))
-        for row in record.rows:
-            place = {"profile": profile, "experiment": record.experiment, "key": record.key}
-            dims = json.dumps(row.dims, sort_keys=True)
-            same = (profile, record.experiment, row.table, row.metric, row.kind, dims)
-            lines[same] = place | row.model_dump(exclude={"dims"}) | row.dims
-    first = ["profile", "experiment", "key", "table", "metric", "value", "unit", "kind"]
-    return pd.DataFrame(list(lines.values()), columns=None if lines else [*first, "n", "lo", "hi"])
+def _identity(record: Record, row: Row) -> tuple[str, ...]:
+    profile = str(record.provenance.get("profile", ""))
+    dims = json.dumps(row.dims, sort_keys=True)
+    return profile, record.experiment, row.table, row.metric, row.kind, dims
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -134,10 +128,6 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-def _finished(record: Record) -> str:
-    return str(record.provenance.get("finished", ""))
 
 
 def _text(record: Record) -> str:

@@ -1,0 +1,144 @@
+"""The console command `polykv`: run the study, write tables and figures, examine the machine."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polykv_lib.study.params import ParameterError
+from polykv_lib.study.platform import Places, PlatformError, check_writable, repository
+
+app = typer.Typer(
+    help="One compressed KV cache of a document, read by many agents: the study.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PROFILES = (
+    "smoke: every notebook on a handful of tokens, about a minute; "
+    "offline: the study, about 12 minutes on two CPU cores; "
+    "offline-full: more articles and agents, about two hours on two CPU cores; "
+    "t4: published models and sizes, about five hours on a GPU of 16 GB or more"
+)
+OutDir = Annotated[str, typer.Option("--out", help="Where everything goes; default: the checkout.")]
+Profile = Annotated[str, typer.Option(help="Only this profile's results; default: all but smoke.")]
+
+
+@app.command()
+def run(
+    profile: Annotated[str, typer.Option(help=PROFILES)] = "offline",
+    only: Annotated[
+        list[str] | None, typer.Option(help="A notebook (02) or an experiment (ppl_inversion).")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Wins over the grid.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Compute stored points again.")] = False,
+    out: OutDir = "",
+) -> None:
+    """Runs each missing point of a profile's grid in a fresh kernel; exit code 1 if one failed."""
+    from polykv_lib.study import grid as grids  # here, because papermill is slow to import
+    from polykv_lib.study import run as runner
+
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with _errors_in_one_line():
+        root = _checkout()
+        overrides = _assignments(set_ or [])
+        overrides |= {"FORCE": True} if force else {}
+        overrides |= {"OUT_DIR": str(Path(out).resolve())} if out else {}
+        check_writable(Places.at(str(overrides.get("OUT_DIR", ""))).results)
+        points = grids.expand(
+            grids.load_grid(root / "env" / "grids" / f"{profile}.yaml"),
+            root / "notebooks",
+            profile,
+            only=only or [],
+            overrides=overrides,
+        )
+    done = runner.run(points, typer.echo)
+    typer.echo(runner.summary(done))
+    if any(point.status == "failed" for point in done):
+        raise typer.Exit(1)
+
+
+@app.command()
+def tables(
+    profile: Profile = "",
+    out: OutDir = "",
+    readme: Annotated[
+        Path | None, typer.Option(help="Also refresh the results table between its markers.")
+    ] = None,
+) -> None:
+    """Writes every table, ours and the papers', from stored results; needs no model and no GPU."""
+    from polykv_lib.study import tables as tabulated
+    from polykv_lib.study.store import collect
+
+    with _errors_in_one_line():
+        places = Places.at(out)
+        results, target = places.results / profile, places.figures / "tables"
+        check_writable(target)
+        tabulated.write_all(results, places.papers, target)
+        typer.echo(tabulated.summary(results, places.papers, target))
+        if readme:
+            tabulated.fill_readme(readme, collect(results))
+
+
+@app.command()
+def figures(profile: Profile = "", out: OutDir = "") -> None:
+    """Draws every figure from stored results; needs no model and no GPU."""
+    from polykv_lib.study import figures as drawn
+
+    with _errors_in_one_line():
+        places = Places.at(out)
+        check_writable(places.figures)
+        for file in drawn.write_all(places.results / profile, places.figures):
+            typer.echo(os.path.relpath(file))
+
+
+@app.command()
+def doctor(out: OutDir = "") -> None:
+    """Shows what is here and what is missing; exit code 1 if the study cannot run."""
+    from polykv_lib.study.doctor import checks
+
+    found = list(checks(out))
+    for check in found:
+        advice = f" -> {check.advice}" if check.advice else ""
+        typer.echo(f"{check.status:4}  {check.what}: {check.found}{advice}")
+    if any(check.status == "FAIL" for check in found):
+        raise typer.Exit(1)
+
+
+def _checkout() -> Path:
+    root = repository()
+    if root is None:
+        raise PlatformError(
+            "notebooks and grids are not installed with the library; clone the repository and run "
+            "`pip install -e .` in it"
+        )
+    return root
+
+
+def _assignments(texts: list[str]) -> dict[str, str | bool]:
+    pairs = [text.partition("=") for text in texts]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise ParameterError(f"--set {name}: expected NAME=VALUE, such as --set N_DOCS=4")
+    return {name.strip(): value for name, _, value in pairs}
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """What a user can mend ends in one line and exit code 2, without a traceback."""
+    try:
+        yield
+    except (ParameterError, PlatformError, FileNotFoundError) as error:
+        typer.echo(f"polykv: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    app()

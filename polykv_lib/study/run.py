@@ -1,0 +1,161 @@
+"""The batch runner: each point that is missing, in a fresh kernel, by papermill."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import papermill
+from papermill.exceptions import PapermillExecutionError
+
+from polykv_lib.study import provenance
+from polykv_lib.study.grid import Point
+from polykv_lib.study.notebook import MARK, failure, profile_of, store_of
+from polykv_lib.study.params import ExperimentParameters
+from polykv_lib.study.record import Failure, Record
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What became of a point; `error` is set if and only if it failed."""
+
+    point: Point
+    status: Literal["ok", "stored", "failed", "not started"]
+    error: Failure | None = None
+
+
+def run(points: Sequence[Point], say: Say) -> list[Done]:
+    """Runs every point that is not stored yet; a failed one is recorded and the rest goes on.
+
+    Once a point's TIME_BUDGET_MIN has passed, no further computation is started; notebooks that
+    only read results still run.
+
+    Args:
+        points: what to run, in order.
+        say: receives plain progress lines.
+    """
+    start_s, spent, done = time.monotonic(), 0, []
+    for number, point in enumerate(points, 1):
+        elapsed_s = time.monotonic() - start_s
+        left_s = elapsed_s / spent * (len(points) - number + 1) if spent else 0
+        left = f", about {_span(left_s)} left" if spent else ""
+        place = f"[{number}/{len(points)}] {point.label}"
+        if _is_stored(point):
+            done.append(Done(point=point, status="stored"))
+            say(f"{place}: stored already")
+        elif _over_budget(point, elapsed_s):
+            done.append(Done(point=point, status="not started"))
+        else:
+            say(f"{place}: started{left}")
+            done.append(_run_one(point, say))
+            spent += 1
+            took_s = time.monotonic() - start_s - elapsed_s
+            error = done[-1].error
+            told = f"FAILED, {error.type}: {error.message}" if error else "ok"
+            say(f"{place}: {told} ({_span(took_s)})")
+    return done
+
+
+def summary(done: Sequence[Done]) -> str:
+    """One line that counts what was done."""
+    counts = Counter(d.status for d in done)
+    text = (
+        f"{len(done)} points: {counts['ok']} run, {counts['stored']} stored already, "
+        f"{counts['failed']} failed"
+    )
+    if not counts["not started"]:
+        return text
+    finished = len(done) - counts["not started"]
+    return f"{text}; time budget reached: {finished} of {len(done)} done, rerun to continue"
+
+
+def _is_stored(point: Point) -> bool:
+    if not isinstance(point.chosen, ExperimentParameters) or point.chosen.FORCE:
+        return False
+    record = store_of(point.chosen).get(point.chosen.experiment, str(point.key))
+    return record is not None and record.status == "ok"
+
+
+def _over_budget(point: Point, elapsed_s: float) -> bool:
+    budget = getattr(point.chosen, "TIME_BUDGET_MIN", 0)
+    return budget > 0 and elapsed_s >= 60 * budget
+
+
+def _run_one(point: Point, say: Say) -> Done:
+    started = provenance.now()
+    error = execute(point, say)
+    if isinstance(point.chosen, ExperimentParameters):
+        error = _settle(point.chosen, str(point.key), started, error)
+    return Done(point=point, status="failed" if error else "ok", error=error)
+
+
+def execute(point: Point, say: Say) -> Failure | None:
+    """Runs a point's notebook in a fresh kernel; what stopped it, or None."""
+    point.executed.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.update(JUPYTER_PREFER_ENV_PATH="1", PYDEVD_DISABLE_FILE_VALIDATION="1")
+    try:
+        papermill.execute_notebook(
+            point.source,
+            point.executed,
+            parameters=point.chosen.model_dump(),
+            kernel_name="python3",
+            language="python",
+            progress_bar=False,
+            coalesce_streams=True,
+            store_widget_state=False,
+            stdout_file=_Forward(say),
+            cwd=point.source.parent.parent,
+        )
+    except PapermillExecutionError as error:
+        return failure(error.ename, error.evalue)
+    except Exception as error:  # whatever happens to one kernel must not stop the other points
+        return failure(type(error).__name__.removesuffix("Error"), str(error))
+    return None
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A text file for papermill that hands an experiment's progress lines on."""
+
+    say: Say
+
+    def write(self, text: str) -> None:
+        for line in text.splitlines():
+            if line.startswith(MARK):
+                self.say(f"    {line}")
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def _settle(
+    chosen: ExperimentParameters, key: str, started: str, error: Failure | None
+) -> Failure | None:
+    """Makes the store agree with what happened, where the kernel could not do so itself."""
+    store = store_of(chosen)
+    record = store.get(chosen.experiment, key)
+    if error is None and record is not None and record.status == "ok":
+        return None
+    fresh = record is not None and str(record.provenance.get("started", "")) >= started
+    if record is None or not fresh:
+        record = Record(
+            experiment=chosen.experiment,
+            key=key,
+            params=chosen.resolved,
+            status="failed",
+            error=error or failure("NoRecord", "the notebook ended without storing its point"),
+            provenance={"profile": profile_of(chosen), "started": started},
+        )
+        store.put(record)
+    elif record.status == "ok":  # computed and stored, but a check in the notebook failed
+        record = record.model_copy(update={"status": "failed", "error": error})
+        store.put(record)
+    return record.error
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
