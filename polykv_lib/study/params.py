@@ -75,7 +75,7 @@ Geometries = Several[Annotated[Text, AfterValidator(_geometry)]]
 
 
 class Parameters(BaseModel):
-    """What every notebook takes. Defaults are in the notebooks' `parameters` cells, nowhere else."""
+    """What every notebook takes; the defaults are in the notebooks' `parameters` cells alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -106,11 +106,13 @@ class ExperimentParameters(Parameters):
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The parameters that decide the numbers, and so the key: all but where, whether and when."""
+        """The parameters that decide the numbers, and so the key."""
         return self.model_dump(exclude={"PROFILE", "OUT_DIR", "FORCE", "TIME_BUDGET_MIN"})
 
 
 class MemoryScaling(ExperimentParameters):
+    """Bytes of the pool and of each agent, and the time of a decode step."""
+
     experiment = "memory_scaling"
 
     CONTEXT_TOKENS: Several[Count]
@@ -124,6 +126,8 @@ class MemoryScaling(ExperimentParameters):
 
 
 class PplInversion(ExperimentParameters):
+    """Perplexity and agreement under the pool, by prefix length and codec."""
+
     experiment = "ppl_inversion"
 
     PROTOCOLS: Several[Literal["paper-70-30", "fixed-window"]]
@@ -137,6 +141,8 @@ class PplInversion(ExperimentParameters):
 
 
 class AgentFidelity(ExperimentParameters):
+    """Answers of agents that share a pool, beside their full-precision answers."""
+
     experiment = "agent_fidelity"
 
     N_AGENTS: Several[Count]
@@ -148,6 +154,8 @@ class AgentFidelity(ExperimentParameters):
 
 
 class Figures(Parameters):
+    """Figures from stored results."""
+
     FORMATS: Several[Literal["pdf", "png"]]
 
 
@@ -216,9 +224,10 @@ def refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" for the known name nearest to a misspelt one, or nothing."""
-    found = difflib.get_close_matches(name.upper(), [k.upper() for k in known], n=1)
-    return next((f"; did you mean {k}?" for k in known if [k.upper()] == found), "")
+    """The known name nearest to a misspelt one, as a question to append; empty if none is near."""
+    by_capitals = {k.upper(): k for k in known}
+    found = difflib.get_close_matches(name.upper(), by_capitals, n=1)
+    return f"; did you mean {by_capitals[found[0]]}?" if found else ""
 
 
 def _one_line(error: ValidationError, notebook: str) -> str:

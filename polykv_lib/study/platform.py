@@ -1,4 +1,4 @@
-"""Where the study runs: Kaggle, Colab or a local machine; folders, network, secrets, accelerator."""
+"""Where the study runs: Kaggle, Colab or local; its folders, network, secrets, accelerator."""
 
 import importlib
 import os

@@ -45,7 +45,7 @@ def describe() -> dict[str, Any]:
 
 
 def from_torch() -> dict[str, Any]:
-    """Threads, peak memory and GPU architectures as torch has them; empty before torch is imported."""
+    """Threads, peak memory and GPU architectures of torch; empty if torch was not imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -72,7 +72,7 @@ def git_state(root: Path | None) -> dict[str, Any] | None:
 
 
 def git_remote(root: Path) -> str | None:
-    """ "owner/name" on GitHub if the checkout has such an origin, else None."""
+    """Owner and name of the origin, as "owner/name", if it is on GitHub; else None."""
     url = _git(root, "remote", "get-url", "origin")
     _, found, path = url.replace(":", "/").partition("github.com/")
     return path.removesuffix(".git") if found else None

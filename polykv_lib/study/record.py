@@ -1,4 +1,4 @@
-"""One point of the study as one small record: the contract of experiments, store, tables, figures."""
+"""One point of the study as one record: what experiments, store, tables and figures agree on."""
 
 from dataclasses import field
 from typing import Literal
@@ -14,7 +14,7 @@ Scalar = str | int | FiniteFloat | bool | None
 class Row(BaseModel):
     """One number with its unit, its kind and its 95 % interval.
 
-    `value`, `lo` and `hi` are finite or None; a NaN is refused here, so that no file ever holds one.
+    `value`, `lo` and `hi` are finite or None: a NaN is refused here, so no file ever holds one.
     `n` counts what the interval was taken over (documents, samples or repeats).
     """
 

@@ -41,7 +41,7 @@ def key_of(experiment: str, params: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """Results of one profile: `write` holds `<experiment>/<key>.json`, `read` may hold earlier ones."""
+    """One profile's records as `<experiment>/<key>.json` below `write`, then below each of `read`."""
 
     write: Path
     read: tuple[Path, ...] = ()
@@ -50,7 +50,7 @@ class Store:
         return self.write / experiment / f"{key}.json"
 
     def get(self, experiment: str, key: str) -> Record | None:
-        """The record of a point, from the written folder first; None if there is no readable one."""
+        """The record of a point, from `write` first; None if there is no readable one."""
         for root in (self.write, *self.read):
             record = load(root / experiment / f"{key}.json")
             if record is not None and record.key == key:
@@ -77,7 +77,7 @@ def load(path: Path) -> Record | None:
 
 
 def collect(root: Path, *, experiment: str | None = None) -> list[Record]:
-    """Every readable record below a folder: `data/results`, or one profile's `data/results/offline`.
+    """Every readable record below a folder: `data/results`, or the one of a single profile.
 
     A number that a later record of the same profile holds again (same experiment, table, metric,
     kind and dimensions) is left out of the earlier record, so that no table shows it twice.
