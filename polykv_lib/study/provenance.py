@@ -78,6 +78,11 @@ def git_remote(root: Path) -> str | None:
     return path.removesuffix(".git") if found else None
 
 
+def git_branch(root: Path) -> str | None:
+    """The branch that is checked out; None on a detached commit or without git."""
+    return _git(root, "branch", "--show-current") or None
+
+
 def cpu_model() -> str:
     """The processor's name as the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -41,7 +41,7 @@ def key_of(experiment: str, params: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """One profile's records as `<experiment>/<key>.json` below `write`, then below each of `read`."""
+    """The records of one profile: `<experiment>/<key>.json` below `write`, then each of `read`."""
 
     write: Path
     read: tuple[Path, ...] = ()

@@ -1,0 +1,44 @@
+"""The table of contents of the notebooks, with badges where the checkout has a public home."""
+
+from pathlib import Path
+
+import nbformat
+from tabulate import tabulate
+
+from polykv_lib.study.provenance import git_branch, git_remote
+
+COLAB = "https://colab.research.google.com"
+KAGGLE = "https://kaggle.com"
+
+
+def contents(root: Path) -> str:
+    """A Markdown table of the notebooks in reading order: title, running time, badges.
+
+    Args:
+        root: the checkout; without a GitHub remote there is nothing to open, hence no badges.
+    """
+    remote, branch = git_remote(root), git_branch(root)
+    lines = []
+    for file in sorted((root / "notebooks").glob("*.ipynb")):
+        title, time = about(file)
+        line = {"notebook": f"`{file.name}`", "shows": title, "time": time}
+        if remote and branch:
+            line["open"] = badges(f"{remote}/blob/{branch}/notebooks/{file.name}")
+        lines.append(line)
+    return tabulate(lines, headers="keys", tablefmt="github")
+
+
+def about(file: Path) -> tuple[str, str]:
+    """A notebook's title and running time, from the `# …` and `Time: …` lines of its first cell."""
+    lines = nbformat.read(file, as_version=4).cells[0].source.splitlines()
+    times = (line.removeprefix("Time: ") for line in lines if line.startswith("Time: "))
+    return lines[0].removeprefix("# "), next(times, "")
+
+
+def badges(path: str) -> str:
+    """Colab and Kaggle links to a file on GitHub, given as `owner/name/blob/branch/path`."""
+    return (
+        f"[![Open in Colab]({COLAB}/assets/colab-badge.svg)]({COLAB}/github/{path}) "
+        f"[![Open in Kaggle]({KAGGLE}/static/images/open-in-kaggle.svg)]"
+        f"({KAGGLE}/kernels/welcome?src=https://github.com/{path})"
+    )
