@@ -214,8 +214,8 @@ def _frame(pairs: Sequence[tuple[Published, Ours]]) -> pd.DataFrame:
 
 
 def _line(row: Published, ours: Ours) -> dict[str, Any]:
-    compared = ours.value is not None and ours.status in (REPRODUCED, DIFFERS)
-    delta = ours.value - row.value if compared else None
+    value = ours.value if ours.status in (REPRODUCED, DIFFERS) else None
+    delta = None if value is None else value - row.value
     relative = 100 * delta / abs(row.value) if delta is not None and row.value else None
     left = (f"{row.paper}, {row.table}", row.row, row.metric, row.unit, row.value)
     right = (ours.value, delta, relative, ours.n, ours.lo, ours.hi, row.model, ours.model)

@@ -1,0 +1,119 @@
+"""How everything is drawn: one colour, marker and line per method, intervals, byte-stable files."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+COLUMN, TEXT, PAGE = 3.25, 5.5, 6.75  # widths in inches
+STYLE = Path(__file__).with_name("polykv.mplstyle")
+UNDATED: dict[str, dict[str, Any]] = {
+    "pdf": {"CreationDate": None},
+    "png": {"Software": None},
+    "svg": {"Date": None},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A method's name in legends, and its colour (Tol's sets, safe for colour-blind readers)."""
+
+    label: str
+    colour: str
+    marker: str
+    line: str = "-"
+
+
+LOOKS = {
+    "full": Look(label="full precision", colour="#444444", marker="s"),
+    "paper": Look(label="paper's codec", colour="#EE6677", marker="o"),
+    "polykv": Look(label="polykv", colour="#4477AA", marker="D"),
+    "int8": Look(label="int8 keys and values", colour="#228833", marker="^", line="-."),
+    "k-only": Look(label="keys only", colour="#B8A000", marker="v", line=":"),
+    "v-only": Look(label="values only", colour="#AA3377", marker="<", line=":"),
+    "tq2": Look(label="2-bit values", colour="#33AACC", marker="P", line="-."),
+    "tq4": Look(label="4-bit values", colour="#332288", marker="X", line="-."),
+    "kivi4": Look(label="KIVI, 4 bits", colour="#999933", marker="h", line=":"),
+    "kivi2": Look(label="KIVI, 2 bits", colour="#882255", marker="d", line=":"),
+    "without": Look(label="one bf16 copy an agent", colour="#444444", marker="s", line=":"),
+    "shared": Look(label="one shared bf16 copy", colour="#888888", marker="p", line="-."),
+    "shared-pool": Look(label="one shared pool", colour="#4477AA", marker="D"),
+    "expanded-batch": Look(label="a full copy each", colour="#444444", marker="s", line=":"),
+    "pooled-agent": Look(label="paper: decompressed each", colour="#EE6677", marker="o", line="-."),
+    "pool": Look(label="pool", colour="#4477AA", marker="D"),
+    "unrelated-document": Look(label="unrelated document", colour="#B8A000", marker="v", line="-."),
+    "no-document": Look(label="no document", colour="#888888", marker="x", line=":"),
+}
+OTHER = Look(label="", colour="#000000", marker="*", line=":")
+
+
+def look(name: str) -> Look:
+    """The look of a codec, method or control; one the map does not know is black and named so."""
+    return LOOKS.get(name, Look(label=name, colour=OTHER.colour, marker=OTHER.marker, line=":"))
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """The one style file, for the duration of a block; nothing global is changed."""
+    with style.context(STYLE):
+        yield
+
+
+def series(ax: Axes, x: pd.Series, rows: pd.DataFrame, name: str, label: str = "") -> None:
+    """One method's values over `x` as a line with markers, its 95 % intervals as bars."""
+    drawn = look(name)
+    low, high = rows["value"] - rows["lo"], rows["hi"] - rows["value"]
+    bars = np.vstack([low.fillna(0).clip(lower=0), high.fillna(0).clip(lower=0)])
+    ax.errorbar(
+        x,
+        rows["value"],
+        yerr=bars if bars.any() else None,
+        label=label or drawn.label,
+        color=drawn.colour,
+        marker=drawn.marker,
+        linestyle=drawn.line,
+        elinewidth=0.8,
+        capsize=1.5,
+    )
+
+
+def ticks_at(ax: Axes, values: pd.Series) -> None:
+    """Ticks on the x axis where something was measured, written out, log-2 spaced."""
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(sorted(values.unique())))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def legend_below(ax: Axes) -> None:
+    """The legend under the axes, where it covers no number."""
+    figure = ax.get_figure(root=True)
+    if figure is not None:
+        columns = 2 if figure.get_figwidth() < TEXT else 3
+        figure.legend(loc="outside lower center", ncols=columns, columnspacing=1.2)
+
+
+def counted(rows: pd.DataFrame, of: str) -> str:
+    """How many documents or answers the intervals are over: "n = 12 articles"."""
+    n = rows["n"].dropna()
+    if n.empty:
+        return ""
+    span = f"{n.min():.0f}" if n.min() == n.max() else f"{n.min():.0f} to {n.max():.0f}"
+    return f"n = {span} {of}"
+
+
+def save(figure: Figure, out: Path, name: str, formats: tuple[str, ...]) -> list[Path]:
+    """Writes `<out>/<name>.<format>`, the same bytes each time."""
+    out.mkdir(parents=True, exist_ok=True)
+    files = [out / f"{name}.{format_}" for format_ in formats]
+    for file in files:
+        figure.savefig(file, metadata=UNDATED[file.suffix[1:]])
+    return files

@@ -1,0 +1,235 @@
+"""Stored numbers in, drawn axes out; nothing here computes a result.
+
+Filled markers are ours, hollow ones with dashed lines are published; lines without markers are
+computed from shapes. Bars are 95 % intervals.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from polykv_lib.study.drawing import (
+    COLUMN,
+    TEXT,
+    counted,
+    house_style,
+    legend_below,
+    look,
+    save,
+    series,
+    ticks_at,
+)
+from polykv_lib.study.platform import Places
+from polykv_lib.study.published import cached_tokens, published_runs
+from polykv_lib.study.record import Record
+from polykv_lib.study.rows import family, pick, tidy
+from polykv_lib.study.store import collect, write_atomically
+
+GEOMETRY, AGENTS, TOKENS = "llama-3-8b", 15, 5035  # the published run that ours stand beside
+
+
+def memory_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
+    """GB of KV cache over the number of agents, at one document length."""
+    at = pick(numbers, table="pool_memory", geometry=GEOMETRY)
+    tokens = TOKENS if TOKENS in set(at["context_tokens"]) else at["context_tokens"].max()
+    _memory(pick(at, context_tokens=tokens), "n_agents", ax)
+    ax.set_xticks(sorted(at["n_agents"].dropna().unique()))
+    ax.set(xlabel="agents", title=f"{GEOMETRY}, {tokens:,.0f} tokens in the pool")
+
+
+def memory_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
+    """GB of KV cache over the document's length, at one number of agents."""
+    at = pick(numbers, table="pool_memory", geometry=GEOMETRY)
+    built = at["kind"] == "measured"  # a pool is the same for any number of agents
+    _memory(at[built | (at["n_agents"] == AGENTS)], "context_tokens", ax)
+    ticks_at(ax, pick(at, kind="computed")["context_tokens"])
+    ax.set(xlabel="tokens in the pool", title=f"{GEOMETRY}, {AGENTS} agents")
+
+
+def ppl_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
+    """Perplexity change with its interval, by tokens in the pool and codec, same continuations."""
+    deltas = pick(numbers, table="ppl", metric="ppl_delta_pct", protocol="fixed-window")
+    ax.axhline(0, color="black", lw=0.6)
+    codecs = [codec for codec in deltas["codec"].unique() if codec != "full"]
+    for i, codec in enumerate(codecs):
+        rows = pick(deltas, codec=codec).sort_values("prefix_tokens")
+        aside = 1.035 ** (i - (len(codecs) - 1) / 2)  # so that intervals do not cover each other
+        series(ax, rows["prefix_tokens"] * aside, rows, codec)
+    ticks_at(ax, deltas["prefix_tokens"])
+    ax.set(xlabel="tokens in the pool", ylabel="perplexity change [%]")
+    ax.set_title(_title(deltas, "articles"))
+    legend_below(ax)
+
+
+def kl_vs_bits(numbers: pd.DataFrame, ax: Axes) -> None:
+    """KL from the full cache over the bits one element takes, one point a codec."""
+    table = pick(numbers, table="kl_vs_bits")
+    bits = pick(table, metric="bits_per_element").set_index("codec")["value"].sort_values()
+    kl = pick(table, metric="kl_nats")
+    for codec in bits.index:
+        rows = pick(kl, codec=codec)
+        if codec != "full":
+            series(ax, bits[[codec] * len(rows)], rows, codec)
+    ax.set(yscale="log", xlabel="bits an element, all stored bytes counted")
+    ax.set(ylabel="KL from the full cache [nats]", title=_title(kl, "articles"))
+    legend_below(ax)
+
+
+def fidelity_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
+    """BERTScore F1 against the full cache's answers over the number of agents, with controls."""
+    scores = pick(numbers, table="fidelity", metric="bertscore_f1")
+    scores = scores[scores["rescaled"] != True]  # noqa: E712 - a column of True, False and None
+    if scores["context_tokens"].notna().any():
+        scores = pick(scores, context_tokens=scores["context_tokens"].max())
+    answers = pick(scores, control="pool")
+    for codec in answers["codec"].unique():
+        rows = pick(answers, codec=codec).sort_values("n_agents")
+        series(ax, rows["n_agents"], rows, codec, f"pool: {look(codec).label}")
+    for control in ("unrelated-document", "no-document"):
+        rows = pick(scores, control=control).sort_values("n_agents").drop_duplicates("n_agents")
+        series(ax, rows["n_agents"], rows, control)
+    encoders = ", ".join(sorted(scores["encoder"].dropna().unique()))
+    ax.set(xlabel="agents in one batch", ylabel=f"BERTScore F1\n({encoders})")
+    ax.set(title=_title(scores, "answers"), xticks=sorted(scores["n_agents"].unique()))
+    legend_below(ax)
+
+
+def decode_step(numbers: pd.DataFrame, ax: Axes) -> None:
+    """Milliseconds of one decoding step for all agents, by method, on the longest document."""
+    times = pick(numbers, table="decode_step", metric="ms_per_step")
+    tokens = times["context_tokens"].max()
+    times = pick(times, context_tokens=tokens)
+    for method in times["method"].unique():
+        rows = pick(times, method=method).sort_values("n_agents")
+        series(ax, rows["n_agents"], rows, method)
+    ax.set(xlabel="agents in one batch", ylabel="one step of all agents [ms]", ylim=(0, None))
+    ax.set(xticks=sorted(times["n_agents"].unique()))
+    ax.set_title(f"{_title(times, 'rounds')}, {tokens:,.0f} tokens")
+    legend_below(ax)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """One figure: what draws it, the table it needs and its size in inches."""
+
+    draw: Callable[[pd.DataFrame, Axes], None]
+    table: str
+    width: float = COLUMN
+    height: float = 2.9
+
+
+FIGURES = {
+    "memory_vs_agents": Drawing(draw=memory_vs_agents, table="pool_memory"),
+    "memory_vs_context": Drawing(draw=memory_vs_context, table="pool_memory"),
+    "ppl_vs_context": Drawing(draw=ppl_vs_context, table="ppl", width=TEXT),
+    "kl_vs_bits": Drawing(draw=kl_vs_bits, table="kl_vs_bits", width=TEXT),
+    "fidelity_vs_agents": Drawing(draw=fidelity_vs_agents, table="fidelity"),
+    "decode_step": Drawing(draw=decode_step, table="decode_step"),
+}
+
+
+def write_all(
+    results_root: Path,
+    out: Path,
+    formats: Sequence[str] = ("pdf", "png"),
+    papers_root: Path | None = None,
+) -> list[Path]:
+    """Draws every figure that has numbers, one file a profile, and `<out>/manifest.json`.
+
+    The manifest maps each figure to the records it was drawn from and a hash of their rows, so that
+    a figure older than its results can be told.
+
+    Args:
+        results_root: stored records, of one profile or of all.
+        out: folder for the figures.
+        formats: "pdf", "png" or both.
+        papers_root: published numbers; the checkout's `data/papers` if None.
+
+    Returns:
+        The files drawn.
+    """
+    records = collect(results_root)
+    published = _published(papers_root or Places.at().papers)
+    files, manifest = [], {}
+    with house_style():
+        for profile, numbers in tidy(records).groupby("profile"):
+            for name, drawing in FIGURES.items():
+                used = pick(numbers, table=drawing.table)
+                if len(used):
+                    figure = Figure(figsize=(drawing.width, drawing.height))
+                    drawing.draw(pd.concat([used, published]), figure.subplots())
+                    files += save(figure, out, f"{name}-{profile}", tuple(formats))
+                    manifest[f"{name}-{profile}"] = _fingerprints(records, set(used["key"]))
+    write_atomically(out / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    return files
+
+
+def _published(papers_root: Path) -> pd.DataFrame:
+    """The published memory column by column, as rows of kind "paper"."""
+    lines = [
+        {
+            "table": "pool_memory",
+            "kind": "paper",
+            "metric": metric,
+            "value": run[column] * 1e9,
+            "geometry": family(run["model"]),
+            "context_tokens": cached_tokens(run["label_tokens"]),
+            "n_agents": run["n_agents"],
+            "codec": "paper",
+        }
+        for run in published_runs(papers_root, "pool_memory")
+        for column, metric in (("without_gb", "without_bytes"), ("with_gb", "pool_bytes"))
+    ]
+    return pd.DataFrame(lines)
+
+
+def _fingerprints(records: Sequence[Record], keys: set[str]) -> dict[str, str]:
+    """Of each record used, a hash of its rows."""
+    return {
+        f"{record.experiment}/{record.key}": hashlib.sha256(
+            "".join(row.model_dump_json() for row in record.rows).encode()
+        ).hexdigest()[:16]
+        for record in records
+        if record.key in keys
+    }
+
+
+def _memory(at: pd.DataFrame, over: str, ax: Axes) -> None:
+    lines = {"without": ("without_bytes", "paper"), "shared": ("shared_bytes", "paper")}
+    lines |= {codec: ("pool_bytes", codec) for codec in ("paper", "polykv")}
+    for name, (metric, codec) in lines.items():
+        rows = pick(at, metric=metric, codec=codec).sort_values(over)
+        style = look(name)
+        gb = pick(rows, kind="computed")
+        width = 3.0 if name == "paper" else 1.2  # the two pools all but coincide
+        ax.plot(
+            gb[over], gb["value"] / 1e9, c=style.colour, ls=style.line, lw=width, label=style.label
+        )
+        built = pick(rows, kind="measured")
+        where = built[over].fillna(1)  # a pool counted once, for any number of agents
+        ax.plot(where, built["value"] / 1e9, c=style.colour, marker=style.marker, ls="")
+        paper = pick(rows, kind="paper")
+        if len(paper):
+            ax.plot(
+                paper[over],
+                paper["value"] / 1e9,
+                c=style.colour,
+                marker=style.marker,
+                mfc="white",
+                ls=(0, (4, 2)),
+                lw=0.7,
+                label="published (float32 bytes)" if name == "paper" else None,
+            )
+    ax.set(yscale="log", ylabel="KV cache [GB]")
+    legend_below(ax)
+
+
+def _title(rows: pd.DataFrame, of: str) -> str:
+    models = ", ".join(sorted(rows["model"].dropna().unique()))
+    return ", ".join(part for part in (models, counted(rows, of)) if part)
