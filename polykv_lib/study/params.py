@@ -119,7 +119,7 @@ class MemoryScaling(ExperimentParameters):
     N_AGENTS: Several[Count]
     GEOMETRIES: Geometries
     CODECS: Codecs
-    MEASURED_TOKENS: CountOrZero
+    MEASURED_TOKENS: Several[Count]
     STEP_TOKENS: Several[Count]
     STEP_AGENTS: Several[Count]
     ROUNDS: Count
