@@ -6,7 +6,7 @@ over disjoint sets of tokens merge into the result over their union (Hydragen, a
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,6 +20,7 @@ MAX_SCORES = 1 << 21  # scores held at a time: with many rows, blocks get shorte
 Lse = Float[Tensor, "head row"]
 
 
+@runtime_checkable
 class Stored(Protocol):
     """Keys or values as they are stored: x_hat[t] = gain[t] * levels[t] @ B (see quantize/base.py)."""
 
@@ -40,13 +41,29 @@ class Stored(Protocol):
         ...
 
 
+@runtime_checkable
 class Piece(Protocol):
-    """Tokens that some KV heads share: `heads` is None for all heads."""
+    """Tokens that some KV heads hold, the same number for each."""
 
-    heads: tuple[int, ...] | None
-    n_tokens: int
-    keys: Stored
-    values: Stored
+    @property
+    def heads(self) -> tuple[int, ...] | None:
+        """The heads; None for all of the layer."""
+        ...
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens held by each head."""
+        ...
+
+    @property
+    def keys(self) -> Stored:
+        """The keys, after RoPE."""
+        ...
+
+    @property
+    def values(self) -> Stored:
+        """The values."""
+        ...
 
 
 def attend_pieces(

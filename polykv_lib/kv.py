@@ -16,7 +16,7 @@ from torch import Tensor
 Keys: TypeAlias = Float[Tensor, "batch head token dim"]
 Values: TypeAlias = Float[Tensor, "batch head token dim"]
 Rows: TypeAlias = Float[Tensor, "head row dim"]
-KeptTokens: TypeAlias = Int[Tensor, " kept"]  # ascending in time
+KeptTokens: TypeAlias = Int[Tensor, " _"]  # of one head, ascending in time; heads may differ
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from polykv_lib.hf import compat
 from polykv_lib.pool import Piece, PoolError, SharedKVPool
 
-Suffix = Float[Tensor, "agent head own dim"]
+New = Float[Tensor, "agent head new dim"]
+Own = Float[Tensor, "agent head own dim"]
 GROWTH = 64  # tokens by which the suffix buffer grows
 
 
@@ -35,8 +36,8 @@ class AgentLayer(DynamicLayer):
         self.unread = False
 
     def update(
-        self, key_states: Suffix, value_states: Suffix, *args: Any, **kwargs: Any
-    ) -> tuple[Suffix, Suffix]:
+        self, key_states: New, value_states: New, *args: Any, **kwargs: Any
+    ) -> tuple[Own, Own]:
         """Append and return the agents' own keys and values; the keys carry the handle."""
         start, end = self.own, self.own + key_states.shape[2]
         if self.window is not None and self.seen + end > self.window:
@@ -54,7 +55,7 @@ class AgentLayer(DynamicLayer):
         self.unread = True
         return keys, values
 
-    def _room(self, like: Suffix, end: int) -> Float[Tensor, "two agent head room dim"]:
+    def _room(self, like: New, end: int) -> Float[Tensor, "two agent head room dim"]:
         if self.buffer is None or end > self.buffer.shape[3]:
             agents, heads, _, dim = like.shape
             grown = like.new_empty(2, agents, heads, end + GROWTH, dim)
@@ -130,8 +131,8 @@ class AgentCache(Cache):
         super().__init__(layers=layers)
 
     def update(
-        self, key_states: Suffix, value_states: Suffix, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Suffix, Suffix]:
+        self, key_states: New, value_states: New, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Own, Own]:
         """Append one layer's new keys and values.
 
         Raises:

@@ -21,7 +21,7 @@ def tokens_to_crop(n: int, length: int) -> int:
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the cache in a model's forward: `past_key_values`, and `cache` since 5.24."""
     parameters = inspect.signature(model.forward).parameters
-    return "past_key_values" if "past_key_values" in parameters else "cache"
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def forward(model: PreTrainedModel, ids: Tensor, cache: Any, **arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from polykv_lib.quantize import Quantizer
 
 def build_pool(
     model: PreTrainedModel,
-    document_ids: Int[Tensor, "1 token"],
+    document_ids: Tensor,
     *,
     keys: Quantizer,
     values: Quantizer,
@@ -53,7 +53,7 @@ def build_pool(
 def share(
     model: PreTrainedModel,
     layers: Sequence[LayerKV],
-    document_ids: Int[Tensor, "1 token"],
+    document_ids: Tensor,
     *,
     keys: Quantizer,
     values: Quantizer,
@@ -81,7 +81,7 @@ def _cache_factory(model: PreTrainedModel) -> Any:
 
 
 @torch.no_grad()
-def read_document(model: PreTrainedModel, document_ids: Int[Tensor, "1 token"]) -> list[LayerKV]:
+def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]:
     """Keys and values of every layer from one prefill, without the vocabulary's logits.
 
     Raises:

@@ -92,7 +92,7 @@ def to_half(x: Float[Tensor, "*any"]) -> tuple[Float[Tensor, "*any"], Float[Tens
     The largest |h| lies in [2^14, 2^15), so neither a tiny tensor underflows nor a large one overflows.
     """
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    exponent = torch.frexp(largest).exponent.clamp(min=-110)
     unit = torch.ldexp(torch.ones_like(largest), exponent - 15)
     return (x / unit).half(), unit
 

@@ -64,7 +64,7 @@ def look_up(
         entries = table.index_select(0, words.flatten())
     else:
         entries = table.view(wide).flatten().index_select(0, words.flatten()).view(table.dtype)
-    return entries.view(*words.shape[:-1], -1)
+    return entries.view(*words.shape[:-1], words.shape[-1] * table.shape[1])
 
 
 _WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

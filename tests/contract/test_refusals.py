@@ -1,0 +1,89 @@
+"""What can not work says so in one sentence, before any compute."""
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
+
+import polykv_lib as pk
+from polykv_lib import hf
+from polykv_lib.kv import LayerKV
+from polykv_lib.pool import PoolError, freeze
+
+PAPER = {"keys": pk.Int8("tensor"), "values": pk.TurboQuant(3, "plain")}
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.ones(1, 4), r"document_ids are torch.float32 of shape \[1, 4\]; pass token ids as int64"),
+        (torch.ones(2, 4, dtype=torch.int64), r"of shape \[2, 4\].*one document a pool"),
+        (torch.ones(1, 0, dtype=torch.int64), "document_ids are empty"),
+        (torch.ones(1, 513, dtype=torch.int64), "the document has 513 tokens, but the model has 512 positions"),
+    ],
+)  # fmt: skip
+def test_bad_documents(llama, ids, message):
+    with pytest.raises(ValueError, match=message):
+        pk.build_pool(llama, ids, **PAPER)
+
+
+def test_a_model_that_was_not_prepared(llama, tokens):
+    pool = pk.build_pool(llama, tokens(1, 8), **PAPER)
+    llama.set_attn_implementation("sdpa")
+    try:
+        with pytest.raises(ValueError, match=r"'sdpa', which can not read a pool. Call polykv_lib.prepare"):
+            pk.build_pool(llama, tokens(1, 8), **PAPER)
+        with pytest.raises(PoolError, match="the document would be lost"):
+            hf.logits(llama, pool.agent_cache(1), tokens(1, 2), 8)
+    finally:
+        pk.prepare(llama)
+
+
+def test_an_encoder_decoder_model():
+    model = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))
+    with pytest.raises(ValueError, match="t5 is an encoder-decoder model"):
+        pk.prepare(model)
+
+
+def test_a_model_without_the_attention_interface():
+    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_head=4, n_layer=1, vocab_size=16))
+    with pytest.raises(ValueError, match="bloom does not use transformers' attention interface"):
+        pk.prepare(model)
+
+
+def test_sliding_windows_hold_within_the_window_and_are_refused_beyond(tiny_model, tokens):
+    model = tiny_model("Gemma3", sliding_window=32, head_dim=16)
+    own = tokens(2, 4, seed=1)
+    pool = pk.build_pool(model, tokens(1, 24), keys=pk.FullPrecision(), values=pk.FullPrecision())
+    whole = torch.cat([tokens(1, 24).expand(2, -1), own], 1)
+    with torch.no_grad():
+        want = model(whole).logits[:, 24:]
+    assert torch.allclose(hf.logits(model, pool.agent_cache(2), own, 24), want, atol=1e-5)
+    with pytest.raises(PoolError, match="36 tokens, but this model has layers with a window of 32"):
+        hf.logits(model, pool.agent_cache(2), tokens(2, 12, seed=1), 24)
+    with pytest.raises(ValueError, match="40 tokens, but gemma3_text has layers with a window of 32"):
+        pk.build_pool(model, tokens(1, 40), **PAPER)
+
+
+def test_nan_in_the_cache():
+    kv = torch.randn(1, 2, 8, 16)
+    spoiled = kv.clone()
+    spoiled[0, 1, 3, 2] = torch.nan
+    with pytest.raises(PoolError, match="the values of layer 1 hold NaN or infinity"):
+        freeze([LayerKV(keys=kv, values=kv), LayerKV(keys=kv, values=spoiled)], **PAPER)
+
+
+def test_no_layers_no_agents_no_model():
+    kv = torch.randn(1, 2, 8, 16)
+    with pytest.raises(PoolError, match="there is no layer to freeze"):
+        freeze([], **PAPER)
+    pool = freeze([LayerKV(keys=kv, values=kv)], **PAPER)
+    with pytest.raises(PoolError, match="belongs to no model"):
+        pool.agent_cache(1)
+    with pytest.raises(PoolError, match=r"agent_cache\(0\): at least one agent"):
+        pool.agent_cache(0)
+
+
+def test_a_batch_that_is_not_the_agents(llama, tokens):
+    pool = pk.build_pool(llama, tokens(1, 8), **PAPER)
+    with pytest.raises(PoolError, match="a batch of 3 rows met a cache of 2 agents"):
+        hf.logits(llama, pool.agent_cache(2), tokens(3, 2), 8)
