@@ -45,7 +45,15 @@ def contract(version: str) -> tuple[bool, str]:
         [python, "-c", "import transformers; print(transformers.__version__)"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    tests = [python, "-m", "pytest", "-q", "--tb=short", "tests/contract"]
+    tests = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "tests/contract",
+        "tests/hf/test_models.py",
+    ]
     done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if done.returncode:
