@@ -11,6 +11,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from polykv_lib.study.platform import Places
+from polykv_lib.study.store import SCRATCH_PROFILE
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -94,6 +95,12 @@ class Parameters(BaseModel):
         """The stored results to read: of PROFILE alone, or of every profile if it is "auto"."""
         results = self.places.results
         return results if self.PROFILE == "auto" else results / self.PROFILE
+
+    @property
+    def figures(self) -> Path:
+        """Where tables and figures go; those of smoke results stay out of the published folder."""
+        scratch = self.places.runs / SCRATCH_PROFILE / "figures"
+        return scratch if self.PROFILE == SCRATCH_PROFILE else self.places.figures
 
 
 class ExperimentParameters(Parameters):
@@ -236,5 +243,6 @@ def _one_line(error: ValidationError, notebook: str) -> str:
     if first["type"] == "missing":
         return f"{name} has no value; the parameters cell of notebooks/{notebook}.ipynb sets it"
     inside = "".join(f"[{index}]" for index in place)
-    said = first["msg"].removeprefix("Value error, ")
+    empty = first["type"] == "too_short"
+    said = "it may not be empty" if empty else first["msg"].removeprefix("Value error, ")
     return f"{name}{inside}={first['input']!r}: {said[0].lower()}{said[1:]}"

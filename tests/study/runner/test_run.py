@@ -1,0 +1,105 @@
+"""The batch runner, with real kernels: what is run, what is not run again, what a failure leaves."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nbformat
+import pytest
+
+from polykv_lib.study import grid as grids
+from polykv_lib.study import run as runner
+from polykv_lib.study.record import Record
+from polykv_lib.study.store import collect
+
+
+def expand(notebooks: Path, *entries: dict[str, Any], **overrides: Any) -> list[grids.Point]:
+    out = str(notebooks.parent / "out")
+    grid = grids.Grid(defaults={"OUT_DIR": out}, points=[grids.Entry(**e) for e in entries])
+    return grids.expand(grid, notebooks, "test", overrides=overrides)
+
+
+def records(notebooks: Path) -> dict[Any, Record]:
+    found = collect(notebooks.parent / "out" / "data" / "results")
+    return {(r.params["N"], r.params["FAIL"]): r for r in found}
+
+
+def test_points_run_once_and_a_changed_parameter_runs_again(notebooks: Path) -> None:
+    lines: list[str] = []
+    toy = {"notebook": "05_toy", "sweep": {"N": [1, 2]}}
+    done = runner.run(expand(notebooks, toy, {"notebook": "06_paper_vs_ours"}), lines.append)
+    assert [d.status for d in done] == ["ok", "ok", "ok"], [d.error for d in done]
+    assert lines[0] == "[1/3] 05_toy N=1: started"
+    assert lines[1] == "    … counting to 1"
+    assert lines[2].startswith("[1/3] 05_toy N=1: ok (")
+    assert lines[3].startswith("[2/3] 05_toy N=2: started, about ")
+    assert len(lines) == 8
+
+    record = records(notebooks)[1, "no"]
+    assert record.rows[0].value == 1
+    assert record.provenance["profile"] == "test"
+    assert record.provenance["dtype"] == "float32"
+    assert record.provenance["library"]
+    assert record.key == done[0].point.key
+
+    executed = done[0].point.executed
+    assert executed.name == f"05_toy__{record.key}.ipynb"
+    assert executed.stat().st_size < 500_000
+    outputs = [
+        o for c in nbformat.read(executed, 4).cells if c.cell_type == "code" for o in c.outputs
+    ]
+    assert not [
+        o for o in outputs if o.output_type == "stream" and ("\r" in o.text or o.name == "stderr")
+    ]
+
+    again = runner.run(expand(notebooks, toy), lines.append)
+    assert [d.status for d in again] == ["stored", "stored"]
+    assert runner.summary(again) == "2 points: 0 run, 2 stored already, 0 failed"
+    changed = runner.run(expand(notebooks, toy, SEED=1), lines.append)
+    assert [d.status for d in changed] == ["ok", "ok"]
+
+
+def test_failures_are_recorded_and_the_rest_goes_on(notebooks: Path) -> None:
+    ways = ["error", "oom", "die", "quit", "check", "no"]
+    done = runner.run(expand(notebooks, {"notebook": "05_toy", "sweep": {"FAIL": ways}}), str)
+    assert [d.status for d in done] == ["failed"] * 5 + ["ok"]
+    error, oom, dead, quit_, check, _ = (d.error for d in done)
+    assert error is not None
+    assert (error.type, error.message) == ("ValueError", "it broke on two lines")
+    assert oom is not None
+    assert (oom.type, oom.message) == ("OutOfMemory", "Tried to allocate 20.00 GiB")
+    assert dead is not None
+    assert dead.type == "DeadKernel"
+    assert quit_ is not None
+    assert quit_.type == "NoRecord"
+    assert check is not None
+    assert (check.type, check.message) == ("AssertionError", "a check failed")
+    for (_, way), record in records(notebooks).items():
+        assert record.status == ("ok" if way == "no" else "failed")
+        assert (record.error is None) == (way == "no")
+    assert runner.summary(done) == "6 points: 1 run, 0 stored already, 5 failed"
+
+
+def test_a_truncated_file_is_computed_again(notebooks: Path) -> None:
+    points = expand(notebooks, {"notebook": "05_toy"})
+    runner.run(points, str)
+    (file,) = (notebooks.parent / "out").rglob("toy/*.json")
+    file.write_text(file.read_text()[:-40])
+    assert [d.status for d in runner.run(points, str)] == ["ok"]
+    assert json.loads(file.read_text())["status"] == "ok"
+
+
+def test_a_time_budget_stops_between_points(
+    notebooks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = {"notebook": "05_toy", "sweep": {"N": [1, 2, 3]}}
+    points = expand(notebooks, toy, {"notebook": "06_paper_vs_ours"}, TIME_BUDGET_MIN=1e-4)
+    monkeypatch.setattr(runner, "execute", lambda point, say: None)
+    monkeypatch.setattr(runner, "_settle", lambda *args: None)
+    clock = itertools.count(step=1.0)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    done = runner.run(points, str)
+    assert [d.status for d in done] == ["not started"] * 3 + ["ok"]
+    assert runner.summary(done).endswith("time budget reached: 1 of 4 done, rerun to continue")
