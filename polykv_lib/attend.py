@@ -1,7 +1,8 @@
 """Exact attention over a cache held in pieces: a shared document and each agent's own tokens.
 
-Every function returns the output and the log-sum-exp (lse, natural log) of the scores, so that results
-over disjoint sets of tokens merge into the result over their union (Hydragen, arXiv:2402.05099).
+Every function returns the output and the log-sum-exp (lse, natural log) of the scores, so that
+results over disjoint sets of tokens merge into the result over their union (Hydragen,
+arXiv:2402.05099).
 """
 
 import math
@@ -22,22 +23,22 @@ Lse = Float[Tensor, "head row"]
 
 @runtime_checkable
 class Stored(Protocol):
-    """Keys or values as they are stored: x_hat[t] = gain[t] * levels[t] @ B (see quantize/base.py)."""
+    """Keys or values at rest: x_hat[t] = gain[t] * levels[t] @ B (see quantize/base.py)."""
 
     def levels(self, start: int, stop: int, dtype: torch.dtype) -> Float[Tensor, "head token dim"]:
         """Decoded levels of tokens start..stop."""
         ...
 
     def gains(self, start: int, stop: int) -> Float[Tensor, "head token"] | None:
-        """fp32 factor of each token."""
+        """The fp32 factor of each token."""
         ...
 
     def to_levels(self, rows: Rows) -> Rows:
-        """rows @ B^T."""
+        """The rows times B^T."""
         ...
 
     def from_levels(self, rows: Rows) -> Rows:
-        """rows @ B."""
+        """The rows times B."""
         ...
 
 
@@ -72,7 +73,7 @@ def attend_pieces(
     n_heads: int,
     scale: float,
 ) -> tuple[Float[Tensor, "agent q_head query dim"], Float[Tensor, "agent q_head query"]]:
-    """softmax(q k^T scale) v over one layer of a pool, for the queries of all agents at once.
+    """Softmax(q k^T scale) v over one layer of a pool, for the queries of all agents at once.
 
     Args:
         q: queries; every one sees every token of the pieces.
@@ -101,7 +102,8 @@ def _attend_piece(rows: Rows, piece: Piece, scale: float, dtype: torch.dtype) ->
     queries = piece.keys.to_levels(rows) * scale
     n_heads, n_rows, _ = rows.shape
     step = min(BLOCK, max(256, MAX_SCORES // (n_heads * max(n_rows, 1))))
-    out, lse = None, None
+    out = torch.zeros_like(rows)
+    lse = rows.new_full(rows.shape[:2], -math.inf)
     for start in range(0, piece.n_tokens, step):
         stop = min(start + step, piece.n_tokens)
         scores = queries @ piece.keys.levels(start, stop, torch.float32).mT
@@ -115,9 +117,7 @@ def _attend_piece(rows: Rows, piece: Piece, scale: float, dtype: torch.dtype) ->
         if gains is not None:
             weights *= gains[:, None]
         part = (weights.to(dtype) @ piece.values.levels(start, stop, dtype)).float()
-        out, lse = (part, part_lse) if out is None else merge(out, lse, part, part_lse)
-    if out is None or lse is None:
-        return torch.zeros_like(rows), rows.new_full(rows.shape[:2], -math.inf)
+        out, lse = (part, part_lse) if start == 0 else merge(out, lse, part, part_lse)
     return piece.values.from_levels(out), lse
 
 
@@ -130,11 +130,11 @@ def attend(
 ) -> tuple[Float[Tensor, "agent q_head query dim"], Float[Tensor, "agent q_head query"]]:
     """Attention of each agent over its own tokens: out and lse in fp32.
 
-    Without a mask the last `query` tokens are the queries' own and attention is causal. A query that
-    sees nothing (a padded row) has out = 0 and lse = -inf.
+    Without a mask the last `query` tokens are the queries' own and attention is causal. A query
+    that sees nothing (a padded row) has out = 0 and lse = -inf.
 
-    The query heads of a KV head go in as rows: at one query an agent the CPU kernel's own handling of
-    grouped heads is several times slower.
+    The query heads of a KV head go in as rows: at one query an agent the CPU kernel's own handling
+    of grouped heads is several times slower.
     """
     agents, q_heads, queries, dim = q.shape
     n_heads, n_tokens = k.shape[1:3]
@@ -189,7 +189,7 @@ def merge(
     out_b: Float[Tensor, "*batch dim"],
     lse_b: Float[Tensor, "*batch"],
 ) -> tuple[Float[Tensor, "*batch dim"], Float[Tensor, "*batch"]]:
-    """Attention over the union of two disjoint sets of tokens, from each alone (lse = -inf: empty)."""
+    """Attention over two disjoint sets of tokens, from each alone (lse = -inf: an empty set)."""
     lse = torch.logaddexp(lse_a, lse_b)
     reference = lse.masked_fill(lse == -math.inf, 0.0)
     weight_a, weight_b = (lse_a - reference).exp(), (lse_b - reference).exp()
@@ -197,7 +197,7 @@ def merge(
 
 
 def fold(q: Float[Tensor, "agent q_head query dim"], n_heads: int) -> Rows:
-    """Every query that reads KV head h becomes a row of one matrix: [head, group * agent * query, dim]."""
+    """The queries of a KV head as rows of one matrix: [head, group * agent * query, dim]."""
     grouped = q.unflatten(1, (n_heads, -1))
     return grouped.permute(1, 2, 0, 3, 4).flatten(1, 3)
 

@@ -31,8 +31,8 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
-            f"{model.config.model_type} does not use transformers' attention interface, so it can not "
-            "read a pool. Use a model that does, such as Llama, Qwen, Mistral or Phi-3."
+            f"{model.config.model_type} does not use transformers' attention interface, so it can "
+            "not read a pool. Use a model that does, such as Llama, Qwen, Mistral or Phi-3."
         )
     model.set_attn_implementation(NAME)
     return model
@@ -48,7 +48,7 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "agent query q_head dim"], None]:
-    """softmax over [shared document | own suffix]; plain sdpa where the keys carry no handle.
+    """Softmax over [shared document | own suffix]; plain sdpa where the keys carry no handle.
 
     The document's part needs no mask: every agent sees all of it. The two parts merge by their
     log-sum-exp, so no agent ever holds a copy of the document.
@@ -62,7 +62,7 @@ def attention(
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} uses {name} in its attention, which a pool does not support."
+                f"{type(module).__name__} uses {name} in its attention, which a pool can not do."
             )
     layer.unread = False
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -27,10 +27,11 @@ def expanded_cache(pool: SharedKVPool, n: int = 1) -> DynamicCache:
 
 @dataclass(frozen=True)
 class PooledAgent:
-    """One agent as the authors run it (PolyKV, arXiv:2604.24971, agents.py), on today's transformers.
+    """One agent as the authors run it (arXiv:2604.24971, agents.py), on today's transformers.
 
-    Every call decompresses the whole pool into a dense cache of the agent's own; agents run one after
-    another. Departure: positions and masks are passed explicitly instead of through `generate`.
+    Every call decompresses the whole pool into a dense cache of the agent's own; agents run one
+    after another. Departure: positions and masks are passed explicitly instead of through
+    `generate`.
     """
 
     model: PreTrainedModel

@@ -42,8 +42,8 @@ class AgentLayer(DynamicLayer):
         start, end = self.own, self.own + key_states.shape[2]
         if self.window is not None and self.seen + end > self.window:
             raise PoolError(
-                f"document and agent together hold {self.seen + end} tokens, but this model has layers "
-                f"with a window of {self.window}, and a pool is exact only within it."
+                f"document and agent together hold {self.seen + end} tokens, but this model has "
+                f"layers with a window of {self.window}, and a pool is exact only within it."
             )
         buffer = self._room(key_states, end)
         buffer[0, :, :, start:end] = key_states
@@ -51,7 +51,7 @@ class AgentLayer(DynamicLayer):
         self.own = end
         self.is_initialized = True
         keys, values = buffer[:, :, :, :end]
-        keys.polykv_layer = self  # type: ignore[attr-defined]
+        keys.polykv_layer = self
         self.unread = True
         return keys, values
 
@@ -123,7 +123,7 @@ class AgentCache(Cache):
     def __init__(self, pool: SharedKVPool, n: int, window: int | None = None):
         """`n` agents; a batch may also hold a multiple of n rows (beams)."""
         self.n_agents = n
-        self.last: AgentLayer | None = None  # the layer updated last: its attention must have read it
+        self.last: AgentLayer | None = None  # updated last: its attention must have read it
         layers = [
             AgentLayer(pieces, pool.geometry.n_kv_heads, pool.n_tokens, window)
             for pieces in pool.layers

@@ -14,7 +14,7 @@ def query_length(x: int | Tensor) -> int:
 
 
 def tokens_to_crop(n: int, length: int) -> int:
-    """Argument of `crop`: a new length or a negative count up to 5.14, only the latter since 5.17."""
+    """Argument of `crop`: a length or a negative count up to 5.14, only the latter since 5.17."""
     return -n if n <= 0 else max(0, length - n)
 
 
@@ -25,7 +25,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def forward(model: PreTrainedModel, ids: Tensor, cache: Any, **arguments: Any) -> Any:
-    """model(ids) with its cache under the name that this release gives it."""
+    """Run model(ids) with its cache under the name that this release gives it."""
     return model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}, **arguments)
 
 
@@ -40,17 +40,12 @@ def attention_window(model: PreTrainedModel) -> int | None:
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(
-            f"{model.config.model_type} has layers of type {', '.join(sorted(unknown))}, which hold no "
+            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}, which hold no "
             "keys and values to share. Use a model with full or sliding-window attention."
         )
     window = getattr(config, "sliding_window", None)
-    if kinds and "sliding_attention" not in kinds and not _windows_all_layers(config):
-        return None
-    return window
-
-
-def _windows_all_layers(config: Any) -> bool:
-    return config.model_type in ("mistral", "phi3")  # one window for the whole model, no layer_types
+    # Mistral and Phi-3 name no kinds: their window, where they have one, is every layer's.
+    return window if not kinds or "sliding_attention" in kinds else None
 
 
 def layer_devices(model: PreTrainedModel) -> list[torch.device]:

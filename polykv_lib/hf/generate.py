@@ -32,7 +32,7 @@ def build_pool(
 
     Args:
         model: a prepared model (`load_model` prepares; else `prepare`).
-        document_ids: int64 [1, T]; `hf.document_ids(tokenizer, text)` makes them ready for questions.
+        document_ids: int64 [1, T]; `document_ids(tokenizer, text)` opens a chat turn for them.
         keys: codec of the keys.
         values: codec of the values.
         n_sink: first tokens held in full precision.
@@ -105,8 +105,8 @@ def _check_prepared(model: PreTrainedModel) -> None:
 def _check_document(model: PreTrainedModel, ids: Tensor) -> None:
     if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2 or ids.shape[0] != 1:
         raise ValueError(
-            f"document_ids are {ids.dtype} of shape {list(ids.shape)}; pass token ids as int64 [1, T], "
-            "one document a pool."
+            f"document_ids are {ids.dtype} of shape {list(ids.shape)}; pass token ids as int64 "
+            "[1, T], one document a pool."
         )
     if ids.shape[1] == 0:
         raise ValueError("document_ids are empty; a pool needs at least one token.")
@@ -123,8 +123,8 @@ def check_length(model: PreTrainedModel, n_tokens: int, what: str) -> None:
     window = compat.attention_window(model)
     if window is not None and n_tokens > window:
         raise ValueError(
-            f"{what} has {n_tokens} tokens, but {model.config.model_type} has layers with a window of "
-            f"{window}, and a pool is exact only within it. Shorten it."
+            f"{what} has {n_tokens} tokens, but {model.config.model_type} has layers with a window "
+            f"of {window}, and a pool is exact only within it. Shorten it."
         )
 
 
@@ -169,7 +169,7 @@ def _check_geometry(pool: SharedKVPool, model: PreTrainedModel, path: Any) -> No
 def logits(
     model: PreTrainedModel, cache: Any, ids: Int[Tensor, "agent token"], n_seen: int
 ) -> Float[Tensor, "agent token vocab"]:
-    """fp32 logits of tokens fed after `n_seen` others that the cache has seen."""
+    """Logits in fp32 of tokens fed after `n_seen` others that the cache has seen."""
     positions = n_seen + torch.arange(ids.shape[1], device=model.device)
     output = compat.forward(
         model, ids.to(model.device), cache, position_ids=positions.expand(ids.shape)
@@ -228,8 +228,8 @@ def ask(
 ) -> list[str]:
     """Greedy answers to all questions at once, one agent each, over one pool.
 
-    Each question closes the user's turn that the document opened (`hf.document_ids`); after a document
-    of bare tokens it forms a turn of its own.
+    Each question closes the user's turn that the document opened (`hf.document_ids`); after a
+    document of bare tokens it forms a turn of its own.
 
     Raises:
         ValueError: no question, an empty one, or one too long for the model's positions.

@@ -7,7 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-_DOCUMENT, _QUESTION = "\ue000document\ue000", "\ue000question\ue000"  # private-use: in no real text
+# Private-use characters, which no real text holds.
+_DOCUMENT, _QUESTION = "\ue000document\ue000", "\ue000question\ue000"
 SEPARATOR = "\n\n"
 
 
@@ -47,7 +48,7 @@ def turn_is_open(tokenizer: PreTrainedTokenizerBase, ids: Int[Tensor, " token"])
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model_eos: int | list[int] | None) -> set[int]:
     """Tokens that end an answer: the tokenizer's, the model's, and the end of a chat turn."""
     from_model = model_eos if isinstance(model_eos, list) else [model_eos]
-    turn_ends = [tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|eot_id|>", "<|end|>")]
+    turn_ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "<|end|>"])
     found = {tokenizer.eos_token_id, *from_model, *turn_ends}
     return {i for i in found if i is not None and i != tokenizer.unk_token_id}
 

@@ -1,6 +1,7 @@
 """A pool on disk: one safetensors file whose metadata holds a JSON header and a checksum.
 
-Stored tensors are compute-ready, so an opened pool is the mapped file itself and processes share it.
+Stored tensors are compute-ready, so an opened pool is the mapped file itself and processes share
+it.
 """
 
 import json
@@ -72,6 +73,6 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
-        flat = tensors[name].reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+        if tensors[name].numel():
+            digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

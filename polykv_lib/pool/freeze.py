@@ -49,7 +49,9 @@ def freeze(
         heads_kept = None if kept is None else kept[i]
         frozen.append(tuple(_pieces(layer, keys, values, n_sink, heads_kept)))
     if not frozen:
-        raise PoolError("there is no layer to freeze; pass one LayerKV for each layer of the model.")
+        raise PoolError(
+            "there is no layer to freeze; pass one LayerKV for each layer of the model."
+        )
     _, n_heads, n_tokens, head_dim = shape
     ids = torch.zeros(0, dtype=torch.int32) if document_ids is None else document_ids[0]
     return SharedKVPool(

@@ -34,7 +34,7 @@ class Stored:
         return self.codec.levels(self.data, start, stop, dtype)
 
     def gains(self, start: int, stop: int) -> Float[Tensor, "head token"] | None:
-        """fp32 factor of each token."""
+        """The fp32 factor of each token."""
         return self.codec.gains(self.data, start, stop)
 
     def to_levels(self, rows: Rows) -> Rows:

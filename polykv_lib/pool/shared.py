@@ -19,7 +19,7 @@ CacheFactory = Callable[["SharedKVPool", int], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SharedKVPool:
-    """One document's keys and values. Immutable, so any number of agents and threads may read it."""
+    """One document's keys and values: immutable, so any number of agents and threads may read."""
 
     layers: tuple[tuple[Piece, ...], ...]
     geometry: Geometry
@@ -80,7 +80,7 @@ class SharedKVPool:
         return self.n_tokens * self.geometry.elements_per_token * bits // 8
 
     def read(self, layer: int) -> tuple[Keys, Values]:
-        """Dequantised keys and values [1, head, token, dim] of a layer whose heads hold equally many."""
+        """Dequantised keys and values [1, head, token, dim] of a layer with equally long heads."""
         pieces = self.layers[layer]
         if any(piece.heads is not None for piece in pieces):
             raise PoolError(
@@ -110,10 +110,8 @@ class SharedKVPool:
         return Path(path)
 
 
-def load(
-    path: str | os.PathLike[str], cache_factory: CacheFactory | None = None
-) -> SharedKVPool:
-    """The pool that `save` wrote, memory-mapped; whose model it is stays for the caller to check."""
+def load(path: str | os.PathLike[str], cache_factory: CacheFactory | None = None) -> SharedKVPool:
+    """The pool that `save` wrote, memory-mapped; whether the model fits is the caller's check."""
     header, tensors = file.read(Path(path))
     layers = tuple(
         tuple(

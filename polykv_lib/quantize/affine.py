@@ -13,16 +13,18 @@ from polykv_lib.quantize.packing import pack, unpack
 
 @dataclass(frozen=True)
 class Affine:
-    """x_hat = code * scale + zero, scale = (max - min) / (2^bits - 1), zero = min (KIVI, arXiv:2402.02750).
+    """x_hat = code * scale + zero, scale = (max - min) / (2^bits - 1), zero = min.
+
+    The quantizer of KIVI (arXiv:2402.02750).
 
     Args:
         bits: 2 to 8.
         group: numbers that share a scale and a zero.
-        axis: "token": `group` tokens of one channel (KIVI's keys); "channel": `group` channels of one
-            token (KIVI's values).
+        axis: "token": `group` tokens of one channel (KIVI's keys); "channel": `group` channels of
+            one token (KIVI's values).
 
-    Stored: bits + 32 / group bits a number (fp16 scale and zero). A last, shorter group has a scale of
-    its own; KIVI keeps such a remainder in full precision instead.
+    Stored: bits + 32 / group bits a number (fp16 scale and zero). A last, shorter group has a scale
+    of its own; KIVI keeps such a remainder in full precision instead.
     """
 
     bits: int
@@ -55,18 +57,18 @@ class Affine:
         )
 
     def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
-        """codes * scale + zero."""
+        """The codes times their scale, plus their zero."""
         return decode(self, q)
 
     def levels(
         self, q: Quantized, start: int, stop: int, dtype: torch.dtype
     ) -> Float[Tensor, "*batch token dim"]:
-        """codes * scale + zero of tokens start..stop."""
-        assert q.scale is not None and q.zero is not None and q.unit is not None
+        """Tokens start..stop, decoded."""
+        assert q.scale is not None
+        assert q.zero is not None
+        assert q.unit is not None
         codes = unpack(tuple(p[..., start:stop, :] for p in q.planes), self.bits).float()
-        step, offset = (
-            self._spread(s.float() * q.unit, codes, start) for s in (q.scale, q.zero)
-        )
+        step, offset = (self._spread(s.float() * q.unit, codes, start) for s in (q.scale, q.zero))
         return (codes * step + offset).to(dtype)
 
     def gains(self, q: Quantized, start: int, stop: int) -> None:
@@ -75,7 +77,7 @@ class Affine:
     def to_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
-        """rows: B is the identity."""
+        """The rows themselves: B is the identity."""
         return rows
 
     from_levels = to_levels

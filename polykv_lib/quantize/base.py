@@ -6,7 +6,8 @@ A codec stores x so that each token t reads back as
 
 levels are small numbers decoded from codes, gain one number a token (or none), B a linear map along
 head_dim (a diagonal of channel scales, a rotation, or the identity). Attention never needs x_hat:
-q . x_hat[t] = gain[t] * (q @ B^T) . levels[t], and sum_t p_t x_hat[t] = (sum_t p_t gain[t] levels[t]) @ B.
+q . x_hat[t] = gain[t] * (q @ B^T) . levels[t], and sum_t p_t x_hat[t] = (sum_t p_t gain[t]
+levels[t]) @ B.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Quantizer(Protocol):
         ...
 
     def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
-        """x_hat, in the dtype that x had."""
+        """The stored tensor read back, in the dtype that it had."""
         ...
 
     def levels(
@@ -60,19 +61,19 @@ class Quantizer(Protocol):
         ...
 
     def gains(self, q: Quantized, start: int, stop: int) -> Float[Tensor, "*batch token"] | None:
-        """fp32 factor of each token, or None where it is 1."""
+        """The fp32 factor of each token, or None where it is 1."""
         ...
 
     def to_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
-        """rows @ B^T: what a query becomes before it meets levels."""
+        """The rows times B^T: what a query becomes before it meets levels."""
         ...
 
     def from_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
-        """rows @ B: what a weighted sum of levels becomes afterwards."""
+        """The rows times B: what a weighted sum of levels becomes afterwards."""
         ...
 
 
@@ -87,9 +88,10 @@ def decode(codec: Quantizer, q: Quantized) -> Float[Tensor, "*batch token dim"]:
 
 
 def to_half(x: Float[Tensor, "*any"]) -> tuple[Float[Tensor, "*any"], Float[Tensor, ""]]:
-    """(h, unit) with h fp16 and x ~ h * unit; unit is a power of two, one for the whole tensor.
+    """A pair (h, unit) with h fp16 and x ~ h * unit; unit is one power of two for the tensor.
 
-    The largest |h| lies in [2^14, 2^15), so neither a tiny tensor underflows nor a large one overflows.
+    The largest |h| lies in [2^14, 2^15), so neither a tiny tensor underflows nor a large one
+    overflows.
     """
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
     exponent = torch.frexp(largest).exponent.clamp(min=-110)
@@ -111,19 +113,19 @@ class FullPrecision:
     """Stores the tensor as it is: the baseline that every other codec is measured against."""
 
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
-        """x itself (a contiguous copy), at 8 * element_size bits a number."""
+        """A contiguous copy, at its own bits a number."""
         check_input(x, self)
         copy = x.detach().clone(memory_format=torch.contiguous_format)
         return Quantized(planes=(copy,), shape=tuple(x.shape), dtype=x.dtype)
 
     def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
-        """x, bit for bit."""
+        """The tensor, bit for bit."""
         return q.planes[0]
 
     def levels(
         self, q: Quantized, start: int, stop: int, dtype: torch.dtype
     ) -> Float[Tensor, "*batch token dim"]:
-        """x of tokens start..stop."""
+        """Tokens start..stop."""
         return q.planes[0][..., start:stop, :].to(dtype)
 
     def gains(self, q: Quantized, start: int, stop: int) -> None:
@@ -132,11 +134,11 @@ class FullPrecision:
     def to_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
-        """rows: B is the identity."""
+        """The rows themselves: B is the identity."""
         return rows
 
     def from_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
-        """rows: B is the identity."""
+        """The rows themselves: B is the identity."""
         return rows

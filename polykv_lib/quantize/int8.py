@@ -34,11 +34,11 @@ class Int8:
             )
 
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
-        """int8 codes [*batch, token, dim] and their scales."""
+        """Codes of int8 [*batch, token, dim] and their scales."""
         check_input(x, self)
         x32 = self._grouped(x.detach().float())
-        axes = {"tensor": None, "channel": -2, "token": -1, "block": -1}[self.scale]
-        largest = x32.abs().amax(axes, keepdim=True) if x.numel() else self._empty(x32)
+        axes = {"tensor": tuple(range(x32.dim())), "channel": (-2,)}.get(self.scale, (-1,))
+        largest = _largest(x32, axes)
         scale, unit = largest / 127, None
         if self.scale in ("token", "block"):
             scale, unit = to_half(scale)
@@ -50,7 +50,7 @@ class Int8:
         )
 
     def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
-        """codes * scale."""
+        """The codes times their scale."""
         return decode(self, q)
 
     def levels(
@@ -60,7 +60,8 @@ class Int8:
         codes = q.planes[0][..., start:stop, :]
         if self.scale != "block":
             return codes.to(dtype)
-        assert q.scale is not None and q.unit is not None
+        assert q.scale is not None
+        assert q.unit is not None
         scale = q.scale[..., start:stop, :, :].float() * q.unit
         return (self._grouped(codes.float()) * scale).view(codes.shape).to(dtype)
 
@@ -68,14 +69,18 @@ class Int8:
         """The scale of each token, with scale="token"."""
         if self.scale != "token":
             return None
-        assert q.scale is not None and q.unit is not None
+        assert q.scale is not None
+        assert q.unit is not None
         return q.scale[..., start:stop, 0].float() * q.unit
 
     def to_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
-        """rows times the scales of tensor or channel, which fold into the query."""
-        return rows * q.scale if self.scale in ("tensor", "channel") else rows
+        """The rows times the scales of tensor or channel, which fold into the query."""
+        if self.scale not in ("tensor", "channel"):
+            return rows
+        assert q.scale is not None
+        return rows * q.scale
 
     from_levels = to_levels  # a diagonal map is its own transpose
 
@@ -89,10 +94,9 @@ class Int8:
             )
         return x.unflatten(-1, (-1, BLOCK))
 
-    def _empty(self, x32: Tensor) -> Tensor:
-        shape = list(x32.shape)
-        if self.scale == "tensor":
-            shape = [1] * len(shape)
-        else:
-            shape[-2 if self.scale == "channel" else -1] = 1
-        return x32.new_zeros(shape)
+
+def _largest(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The largest magnitude along the axes, which stay as ones; 0 of nothing."""
+    if x.numel():
+        return x.abs().amax(axes, keepdim=True)
+    return x.sum(axes, keepdim=True)

@@ -1,8 +1,9 @@
 """Small integers <-> bytes, along the last axis. What is stored is what is counted.
 
-Widths 1, 2, 4 and 8 fill one plane of bytes. Three bits, the paper's width, are stored as 12-bit words of
-four codes: a plane of low bytes, and a plane of nibbles in which word j shares a byte with word
-j + dim/8; one table look-up then decodes four codes. Widths 5, 6, 7 are a 4-bit plane and the rest.
+Widths 1, 2, 4 and 8 fill one plane of bytes. Three bits, the paper's width, are stored as 12-bit
+words of four codes: a plane of low bytes, and a plane of nibbles in which word j shares a byte with
+word j + dim/8; one table look-up then decodes four codes. Widths 5, 6, 7 are a 4-bit plane and the
+rest.
 """
 
 from functools import cache
@@ -20,8 +21,8 @@ def pack(codes: Codes, bits: int) -> Planes:
     dim = codes.shape[-1]
     if dim % 8:
         raise ValueError(
-            f"head_dim={dim} can not be packed at {bits} bits without waste; packing needs a multiple "
-            "of 8. Use FullPrecision or Int8 for this model."
+            f"head_dim={dim} can not be packed at {bits} bits without waste; packing needs a "
+            "multiple of 8. Use FullPrecision or Int8 for this model."
         )
     if bits == 3:
         c = codes.unflatten(-1, (dim // 4, 4)).to(torch.int16)

@@ -40,7 +40,8 @@ class TurboQuant:
             raise ValueError(f"TurboQuant(bits={self.bits}); bits must be 1, 2, 3 or 4.")
         if self.rotation not in ("signed", "plain", "double", "none"):
             raise ValueError(
-                f"TurboQuant(rotation={self.rotation!r}); choose one of: signed, plain, double, none."
+                f"TurboQuant(rotation={self.rotation!r}); "
+                "choose one of: signed, plain, double, none."
             )
 
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
@@ -72,7 +73,7 @@ class TurboQuant:
         )
 
     def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
-        """norm * LEVELS[codes], rotated back."""
+        """The decoded levels times their norm, rotated back."""
         return decode(self, q)
 
     def levels(
@@ -84,19 +85,20 @@ class TurboQuant:
 
     def gains(self, q: Quantized, start: int, stop: int) -> Float[Tensor, "*batch token"]:
         """The stored norm of each vector, over sqrt(d)."""
-        assert q.scale is not None and q.unit is not None
+        assert q.scale is not None
+        assert q.unit is not None
         return q.scale[..., start:stop].float() * q.unit
 
     def to_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
-        """rows @ R."""
+        """The rows, rotated: rows @ R."""
         return rows @ self._rotation(rows.device, q.shape[-1]).to(rows.dtype)
 
     def from_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
-        """rows @ R^T."""
+        """The rows, rotated back: rows @ R^T."""
         return rows @ self._rotation(rows.device, q.shape[-1]).to(rows.dtype).mT
 
     def _rotation(self, device: torch.device, dim: int) -> Float[Tensor, "dim dim"]:

@@ -53,7 +53,7 @@ def test_another_models_pool(tiny_model, saved):
         other.lm_head.weight += 1
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    with pytest.raises(PoolError, match="belongs to .* with model_fingerprint .* Build the pool again"):
+    with pytest.raises(PoolError, match=r"belongs to .* with model_fingerprint .* Build the pool again"):
         pk.load_pool(saved, other)
 
 
