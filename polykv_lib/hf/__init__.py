@@ -2,16 +2,9 @@
 
 from polykv_lib.hf.attention import prepare
 from polykv_lib.hf.baselines import PooledAgent, expanded_cache, full_cache
+from polykv_lib.hf.build import build_pool, load_pool, read_document, share
 from polykv_lib.hf.caches import AgentCache, dense_bytes
-from polykv_lib.hf.generate import (
-    ask,
-    build_pool,
-    greedy,
-    load_pool,
-    logits,
-    read_document,
-    share,
-)
+from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
 

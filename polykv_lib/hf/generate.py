@@ -1,168 +1,17 @@
-"""Document -> pool -> answers: the library's verbs over a transformers model."""
+"""Pool -> answers: feed tokens after a document, and generate for many agents in one batch."""
 
-import os
 from collections.abc import Sequence, Set
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.hf import compat, prompts
-from polykv_lib.hf.attention import NAME
-from polykv_lib.hf.caches import AgentCache
-from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
-from polykv_lib.kv import LayerKV
-from polykv_lib.pool import PoolError, SharedKVPool, freeze, load
-from polykv_lib.quantize import Quantizer
-
-
-def build_pool(
-    model: PreTrainedModel,
-    document_ids: Tensor,
-    *,
-    keys: Quantizer,
-    values: Quantizer,
-    n_sink: int = 4,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> SharedKVPool:
-    """Prefill the document once, compress its keys and values, and freeze them into a pool.
-
-    Args:
-        model: a prepared model (`load_model` prepares; else `prepare`).
-        document_ids: int64 [1, T]; `document_ids(tokenizer, text)` opens a chat turn for them.
-        keys: codec of the keys.
-        values: codec of the values.
-        n_sink: first tokens held in full precision.
-        tokenizer: if given, its fingerprint is stored with the pool.
-    """
-    layers = read_document(model, document_ids)
-    return share(
-        model,
-        layers,
-        document_ids,
-        keys=keys,
-        values=values,
-        n_sink=n_sink,
-        tokenizer=tokenizer,
-    )
-
-
-def share(
-    model: PreTrainedModel,
-    layers: Sequence[LayerKV],
-    document_ids: Tensor,
-    *,
-    keys: Quantizer,
-    values: Quantizer,
-    n_sink: int = 4,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> SharedKVPool:
-    """A pool from keys and values that `read_document` returned: one prefill serves many codecs."""
-    owner = {"model": model.config.name_or_path, "model_fingerprint": model_fingerprint(model)}
-    if tokenizer is not None:
-        owner["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
-    return freeze(
-        layers,
-        keys=keys,
-        values=values,
-        n_sink=n_sink,
-        document_ids=document_ids,
-        n_q_heads=model.config.get_text_config().num_attention_heads,
-        owner=owner,
-        cache_factory=_cache_factory(model),
-    )
-
-
-def _cache_factory(model: PreTrainedModel) -> Any:
-    return partial(AgentCache, window=compat.attention_window(model))
-
-
-@torch.no_grad()
-def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]:
-    """Keys and values of every layer from one prefill, without the vocabulary's logits.
-
-    Raises:
-        ValueError: ids of another type or shape, or longer than the model's positions or window.
-    """
-    _check_prepared(model)
-    _check_document(model, document_ids)
-    cache = DynamicCache()
-    compat.forward(model.base_model, document_ids.to(model.device), cache)
-    return [LayerKV(keys=layer.keys, values=layer.values) for layer in cache.layers]
-
-
-def _check_prepared(model: PreTrainedModel) -> None:
-    if model.config._attn_implementation != NAME:
-        raise ValueError(
-            f"the model's attention is {model.config._attn_implementation!r}, which can not read a "
-            "pool. Call polykv_lib.prepare(model) first."
-        )
-
-
-def _check_document(model: PreTrainedModel, ids: Tensor) -> None:
-    if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2 or ids.shape[0] != 1:
-        raise ValueError(
-            f"document_ids are {ids.dtype} of shape {list(ids.shape)}; pass token ids as int64 "
-            "[1, T], one document a pool."
-        )
-    if ids.shape[1] == 0:
-        raise ValueError("document_ids are empty; a pool needs at least one token.")
-    check_length(model, ids.shape[1], "the document")
-
-
-def check_length(model: PreTrainedModel, n_tokens: int, what: str) -> None:
-    """Refuse, before any compute, what the model's positions or window can not hold."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and n_tokens > positions:
-        raise ValueError(
-            f"{what} has {n_tokens} tokens, but the model has {positions} positions. Shorten it."
-        )
-    window = compat.attention_window(model)
-    if window is not None and n_tokens > window:
-        raise ValueError(
-            f"{what} has {n_tokens} tokens, but {model.config.model_type} has layers with a window "
-            f"of {window}, and a pool is exact only within it. Shorten it."
-        )
-
-
-def load_pool(
-    path: str | os.PathLike[str],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> SharedKVPool:
-    """Open a saved pool for the model that built it; the file is mapped, not copied, on a CPU.
-
-    Raises:
-        PoolError: another model's or tokenizer's pool, or a file that is damaged or too new.
-    """
-    _check_prepared(model)
-    pool = load(path, cache_factory=_cache_factory(model))
-    _check_geometry(pool, model, path)
-    theirs = {"model_fingerprint": model_fingerprint(model)}
-    if tokenizer is not None:
-        theirs["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
-    for name, found in theirs.items():
-        if pool.owner.get(name, found) != found:
-            raise PoolError(
-                f"{path} belongs to {pool.owner['model'] or 'another model'} with {name} "
-                f"{pool.owner[name][:12]}, this one has {found[:12]}. Build the pool again."
-            )
-    return pool.to(compat.layer_devices(model))
-
-
-def _check_geometry(pool: SharedKVPool, model: PreTrainedModel, path: Any) -> None:
-    config = model.config.get_text_config()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    expected = (config.num_hidden_layers, config.num_key_value_heads, dim)
-    found = (pool.geometry.n_layers, pool.geometry.n_kv_heads, pool.geometry.head_dim)
-    if expected != found:
-        raise PoolError(
-            f"{path} holds (layers, KV heads, head_dim) = {found}, but the model has {expected}. "
-            "Open it with the model that built it."
-        )
+from polykv_lib.hf.build import check_length
+from polykv_lib.hf.models import tokenizer_fingerprint
+from polykv_lib.pool import PoolError, SharedKVPool
 
 
 @torch.no_grad()
