@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
