@@ -155,7 +155,7 @@ def write_all(
         The files drawn.
     """
     records = collect(results_root)
-    published = _published(papers_root or Places.at().papers)
+    published = published_memory(papers_root or Places.at().papers)
     files, manifest = [], {}
     with house_style():
         for profile, numbers in tidy(records).groupby("profile"):
@@ -170,7 +170,7 @@ def write_all(
     return files
 
 
-def _published(papers_root: Path) -> pd.DataFrame:
+def published_memory(papers_root: Path) -> pd.DataFrame:
     """The published memory column by column, as rows of kind "paper"."""
     lines = [
         {

@@ -93,7 +93,7 @@ def pool_formats(head_dim: int) -> dict[str, float]:
     A norm is one number a value row; a per-tensor key scale (4 bytes a layer) is left out.
     """
     return {
-        "as accounted: int8 keys, 3-bit values, no norms": 8 + 3,
+        "as accounted: int8 keys, 3-bit values, no norms": 8.0 + 3,
         "packed, fp16 norms": 8 + 3 + 16 / head_dim,
         "packed, fp32 norms": 8 + 3 + 32 / head_dim,
         "real q8_0 keys (8.5 bits), packed values, fp16 norms": 8.5 + 3 + 16 / head_dim,

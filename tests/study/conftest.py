@@ -10,7 +10,15 @@ from polykv_lib.study.record import Record, Row
 from polykv_lib.study.store import Store
 
 MODEL = "smollm2-135m"
-BITS = {"full": 16.0, "paper": 5.6, "polykv": 5.7, "int8": 8.1, "tq2": 5.1, "tq4": 6.1, "k-only": 12.0}
+BITS = {
+    "full": 16.0,
+    "paper": 5.6,
+    "polykv": 5.7,
+    "int8": 8.1,
+    "tq2": 5.1,
+    "tq4": 6.1,
+    "k-only": 12.0,
+}
 GEOMETRIES = {"smollm2-135m": 11_520, "llama-3-8b": 65_536, "qwen2.5-7b": 28_672}
 AGENTS = (1, 3, 5, 10, 15)
 
@@ -48,20 +56,48 @@ def _agents() -> Iterator[Row]:
         yield _row("agent_memory", "added_over_suffix", 1.02, "x", **at)
         for method, per_agent in slope.items():
             ms = 30 + per_agent * n
-            yield _row("decode_step", "ms_per_step", ms, "ms", n=20, lo=0.9 * ms, hi=1.2 * ms, method=method, **at)
+            yield _row(
+                "decode_step",
+                "ms_per_step",
+                ms,
+                "ms",
+                n=20,
+                lo=0.9 * ms,
+                hi=1.2 * ms,
+                method=method,
+                **at,
+            )
             if method != "no-document":
-                yield _row("agent_memory", "peak_bytes", 1e7 * (5 + per_agent * n), "B", method=method, **at)
+                yield _row(
+                    "agent_memory",
+                    "peak_bytes",
+                    1e7 * (5 + per_agent * n),
+                    "B",
+                    method=method,
+                    **at,
+                )
 
 
 def _perplexity() -> Iterator[Row]:
-    for protocol, prefixes in (("fixed-window", (600, 1285, 1851, 4096)), ("paper-70-30", (578, 1285, 1295))):
+    for protocol, prefixes in (
+        ("fixed-window", (600, 1285, 1851, 4096)),
+        ("paper-70-30", (578, 1285, 1295)),
+    ):
         for tokens in prefixes:
             for i, codec in enumerate(("full", "paper", "polykv", "int8")):
                 delta, half = 0.4 * i * (i % 3 - 0.8) + 50 / tokens, 200 / tokens
-                at: dict[str, Any] = {"model": MODEL, "protocol": protocol, "prefix_tokens": tokens, "codec": codec, "n": 12}
+                at: dict[str, Any] = {
+                    "model": MODEL,
+                    "protocol": protocol,
+                    "prefix_tokens": tokens,
+                    "codec": codec,
+                    "n": 12,
+                }
                 yield _row("ppl", "ppl_full", 18.0, "ppl", **at)
                 yield _row("ppl", "ppl_pool", 18.0 * (1 + delta / 100), "ppl", **at)
-                yield _row("ppl", "ppl_delta_pct", delta, "%", lo=delta - half, hi=delta + half, **at)
+                yield _row(
+                    "ppl", "ppl_delta_pct", delta, "%", lo=delta - half, hi=delta + half, **at
+                )
                 yield _row("ppl", "kl_nats", 0.002 * i, "nats", lo=0.0015 * i, hi=0.0025 * i, **at)
                 yield _row("ppl", "top1_agreement", 1 - 0.01 * i, "share", **at)
     for codec, bits in BITS.items():
@@ -79,11 +115,25 @@ def _fidelity() -> Iterator[Row]:
     level = {"pool": 0.97, "unrelated-document": 0.45, "no-document": 0.4}
     for n in AGENTS:
         for control, f1 in level.items():
-            at: dict[str, Any] = {"n_agents": n, "codec": "polykv", "control": control, "model": MODEL}
+            at: dict[str, Any] = {
+                "n_agents": n,
+                "codec": "polykv",
+                "control": control,
+                "model": MODEL,
+            }
             scorer = {"encoder": "all-MiniLM-L6-v2", "layer": 6, "rescaled": False}
             low, high = f1 - 0.1 / n, min(1.0, f1 + 0.1 / n)
             yield _row("fidelity", "bertscore_f1", f1, "F1", n=n, lo=low, hi=high, **at, **scorer)
-            yield _row("fidelity", "token_overlap", f1 - 0.1, "share", n=n, lo=low - 0.1, hi=high - 0.1, **at)
+            yield _row(
+                "fidelity",
+                "token_overlap",
+                f1 - 0.1,
+                "share",
+                n=n,
+                lo=low - 0.1,
+                hi=high - 0.1,
+                **at,
+            )
 
 
 @pytest.fixture(scope="session")
@@ -94,12 +144,19 @@ def synthetic() -> list[Record]:
         "agent_fidelity": list(_fidelity()),
     }
     return [
-        Record(experiment=name, key=f"{i:016x}", params={}, status="ok", rows=rows, provenance={"profile": "synthetic"})
+        Record(
+            experiment=name,
+            key=f"{i:016x}",
+            params={},
+            status="ok",
+            rows=rows,
+            provenance={"profile": "synthetic"},
+        )
         for i, (name, rows) in enumerate(groups.items())
     ]
 
 
-@pytest.fixture()
+@pytest.fixture
 def synthetic_root(synthetic: list[Record], tmp_path: Path) -> Path:
     root = tmp_path / "results" / "synthetic"
     for record in synthetic:

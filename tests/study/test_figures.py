@@ -1,0 +1,138 @@
+"""Figures show the numbers they are given, in fixed looks and the same bytes each time."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from polykv_lib import presets
+from polykv_lib.study import dataflow, figures
+from polykv_lib.study.drawing import LOOKS, counted, house_style, look
+from polykv_lib.study.record import Record
+from polykv_lib.study.rows import tidy
+
+Draw = Callable[[pd.DataFrame, Axes], None]
+
+
+def drawn(draw: Draw, records: list[Record]) -> Axes:
+    with house_style():
+        ax = Figure(layout="constrained").subplots()
+        draw(tidy(records), ax)
+    return ax
+
+
+def bars(ax: Axes) -> dict[str, np.ndarray]:
+    """The vertical interval of every point, by series label."""
+    containers = [c for c in ax.containers if c.lines[2]]  # type: ignore[attr-defined]
+    return {c.get_label(): np.array(c.lines[2][0].get_segments())[:, :, 1] for c in containers}  # type: ignore[attr-defined]
+
+
+def test_perplexity_is_drawn_with_its_interval_and_n(synthetic: list[Record]) -> None:
+    ax = drawn(figures.ppl_vs_context, synthetic)
+    numbers = tidy(synthetic).query(
+        "table == 'ppl' and metric == 'ppl_delta_pct' and protocol == 'fixed-window' and codec == 'paper'"
+    )
+    interval = bars(ax)["paper's codec"]
+    assert interval == pytest.approx(numbers[["lo", "hi"]].to_numpy())
+    assert "full precision" not in bars(ax), "a codec that changes nothing has no curve"
+    assert ax.get_title(loc="left") == "smollm2-135m, n = 12 articles"
+    assert ax.get_ylabel().endswith("[%]")
+
+
+def test_kl_has_one_point_a_codec_at_its_bits(synthetic: list[Record]) -> None:
+    ax = drawn(figures.kl_vs_bits, synthetic)
+    points = {c.get_label(): c.lines[0].get_xdata().item() for c in ax.containers}  # type: ignore[attr-defined]
+    assert points["polykv"] == 5.7
+    assert points["keys only"] == 12.0
+    assert len(points) == 6
+
+
+def test_fidelity_shows_its_controls_and_encoder(synthetic: list[Record]) -> None:
+    ax = drawn(figures.fidelity_vs_agents, synthetic)
+    assert set(bars(ax)) == {"pool: polykv", "unrelated document", "no document"}
+    assert "all-MiniLM-L6-v2" in ax.get_ylabel()
+    assert ax.get_title(loc="left").endswith("n = 1 to 15 answers")
+
+
+def test_decode_step_starts_at_zero_and_has_every_method(synthetic: list[Record]) -> None:
+    ax = drawn(figures.decode_step, synthetic)
+    assert ax.get_ylim()[0] == 0
+    assert len(bars(ax)) == 4
+    assert "2,048 tokens" in ax.get_title(loc="left")
+
+
+def test_published_memory_is_hollow_and_ours_filled(
+    synthetic_root: Path, papers: Path, synthetic: list[Record]
+) -> None:
+    numbers = pd.concat([tidy(synthetic), figures.published_memory(papers)])
+    with house_style():
+        ax = Figure(layout="constrained").subplots()
+        figures.memory_vs_agents(numbers, ax)
+    marked = [line for line in ax.lines if line.get_marker() not in ("None", "")]
+    hollow = [line for line in marked if line.get_markerfacecolor() == "white"]
+    assert sorted(y for line in hollow for y in line.get_ydata()) == [0.454, 0.454, 13.199, 19.798]
+    assert len(marked) > len(hollow)
+    assert ax.get_title(loc="left") == "llama-3-8b, 5,035 tokens in the pool"
+
+
+def test_every_codec_has_a_look_of_its_own() -> None:
+    assert set(presets.CODECS) <= set(LOOKS)
+    looks = [(look(name).colour, look(name).marker) for name in presets.CODECS]
+    assert len(set(looks)) == len(looks)
+    assert len({look(name).marker for name in presets.CODECS}) == len(looks), "readable in grey"
+    assert look("unheard-of").label == "unheard-of"
+    assert to_rgb(look("unheard-of").colour) == (0, 0, 0)
+
+
+def test_files_are_the_same_bytes_each_time(
+    synthetic_root: Path, papers: Path, tmp_path: Path
+) -> None:
+    before = dict(mpl.rcParams)
+    written = [figures.write_all(synthetic_root, tmp_path / d, papers_root=papers) for d in "ab"]
+    names = {file.name for file in written[0]}
+    assert names == {
+        f"{name}-synthetic.{kind}" for name in figures.FIGURES for kind in ("pdf", "png")
+    }
+    for first, second in zip(*written, strict=True):
+        assert first.read_bytes() == second.read_bytes(), first.name
+    assert dict(mpl.rcParams) == before
+
+
+def test_manifest_names_the_records_behind_a_figure(
+    synthetic_root: Path, papers: Path, tmp_path: Path
+) -> None:
+    def manifest() -> dict[str, dict[str, str]]:
+        figures.write_all(synthetic_root, tmp_path / "figures", ["png"], papers_root=papers)
+        return json.loads((tmp_path / "figures" / "manifest.json").read_text())
+
+    before = manifest()
+    assert list(before["kl_vs_bits-synthetic"]) == ["ppl_inversion/0000000000000001"]
+    changed = next((synthetic_root / "ppl_inversion").glob("*.json"))
+    changed.write_text(changed.read_text().replace('"value": 18.0', '"value": 19.0', 1))
+    after = manifest()
+    assert after["ppl_vs_context-synthetic"] != before["ppl_vs_context-synthetic"]
+    assert after["decode_step-synthetic"] == before["decode_step-synthetic"]
+
+
+def test_without_results_nothing_is_drawn(tmp_path: Path, papers: Path) -> None:
+    assert figures.write_all(tmp_path / "none", tmp_path / "figures", papers_root=papers) == []
+    assert json.loads((tmp_path / "figures" / "manifest.json").read_text()) == {}
+
+
+def test_intervals_say_what_they_are_over() -> None:
+    assert counted(pd.DataFrame({"n": [12, 12]}), "articles") == "n = 12 articles"
+    assert counted(pd.DataFrame({"n": [3, None, 15]}), "answers") == "n = 3 to 15 answers"
+    assert counted(pd.DataFrame({"n": [None]}), "answers") == ""
+
+
+def test_data_flow_picture_is_redrawn_the_same(tmp_path: Path) -> None:
+    first, second = (dataflow.write(tmp_path / d) for d in "ab")
+    assert [file.name for file in first] == ["dataflow.svg", "dataflow.png"]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True))
