@@ -1,8 +1,8 @@
 """The table of contents of the notebooks, with badges where the checkout has a public home."""
 
+import json
 from pathlib import Path
 
-import nbformat
 from tabulate import tabulate
 
 from polykv_lib.study.provenance import git_branch, git_remote
@@ -30,7 +30,8 @@ def contents(root: Path) -> str:
 
 def about(file: Path) -> tuple[str, str]:
     """A notebook's title and running time, from the `# …` and `Time: …` lines of its first cell."""
-    lines = nbformat.read(file, as_version=4).cells[0].source.splitlines()
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    lines = "".join(cells[0]["source"]).splitlines()
     times = (line.removeprefix("Time: ") for line in lines if line.startswith("Time: "))
     return lines[0].removeprefix("# "), next(times, "")
 

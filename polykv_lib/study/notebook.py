@@ -3,6 +3,7 @@
 import importlib
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,10 @@ import pandas as pd
 import polykv_lib
 from polykv_lib.study import params as parameters
 from polykv_lib.study import platform, provenance
+from polykv_lib.study.own import OWN, own_table
 from polykv_lib.study.params import ExperimentParameters, Parameters
 from polykv_lib.study.record import Failure, Outcome, Record
-from polykv_lib.study.rows import tidy
+from polykv_lib.study.rows import pick, tidy
 from polykv_lib.study.store import Store, key_of
 
 MARK = "… "  # starts each progress line, by which the batch runner forwards them
@@ -37,6 +39,7 @@ def setup(notebook: str, namespace: Mapping[str, Any]) -> Parameters:
         ParameterError: a parameter is unknown, misspelt or out of range.
         PlatformError: results cannot be written, or torch cannot compute on the GPU.
     """
+    warnings.filterwarnings("ignore", message="IProgress not found")  # progress bars are off
     values = parameters.from_namespace(notebook, namespace)
     chosen = parameters.validate(notebook, values)
     platform.check_writable(chosen.places.results)
@@ -115,16 +118,17 @@ def compute(experiment: str, resolved: Mapping[str, Any]) -> Outcome:
     return module.run(resolved, Progress())
 
 
-def show(record: Record, table: str | None = None) -> pd.DataFrame:
-    """The rows of a record as a table for reading, without its empty columns.
+def show(record: Record, table: str) -> pd.DataFrame:
+    """One table of a record for reading: a line a setting, a column a metric, interval beside it.
 
     Args:
         record: a stored point.
-        table: only this one of the record's tables.
+        table: name of one of our own tables; any other name shows the rows of that table as stored.
     """
-    lines = tidy([record]).drop(columns=["experiment", "key"])
-    if table is not None:
-        lines = lines[lines["table"] == table].drop(columns="table")
+    numbers = tidy([record])
+    if table in OWN:
+        return own_table(numbers, OWN[table]).drop(columns="profile", errors="ignore")
+    lines = pick(numbers, table=table).drop(columns=["profile", "experiment", "key", "table"])
     return lines.dropna(axis="columns", how="all").reset_index(drop=True)
 
 

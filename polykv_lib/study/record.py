@@ -1,12 +1,12 @@
 """One point of the study as one record: what experiments, store, tables and figures agree on."""
 
 from dataclasses import field
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 from pydantic.dataclasses import dataclass
 
-SCHEMA = 1
+SCHEMA: Final = 1
 
 Scalar = str | int | FiniteFloat | bool | None
 

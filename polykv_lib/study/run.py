@@ -38,25 +38,25 @@ def run(points: Sequence[Point], say: Say) -> list[Done]:
         points: what to run, in order.
         say: receives plain progress lines.
     """
-    start_s, spent, done = time.monotonic(), 0, []
+    start_s = time.monotonic()
+    missing = [point for point in points if not _is_stored(point)]
+    done: list[Done] = []
+    took_s: list[float] = []
     for number, point in enumerate(points, 1):
-        elapsed_s = time.monotonic() - start_s
-        left_s = elapsed_s / spent * (len(points) - number + 1) if spent else 0
-        left = f", about {_span(left_s)} left" if spent else ""
         place = f"[{number}/{len(points)}] {point.label}"
-        if _is_stored(point):
+        begin_s = time.monotonic()
+        if point not in missing:
             done.append(Done(point=point, status="stored"))
             say(f"{place}: stored already")
-        elif _over_budget(point, elapsed_s):
+        elif _over_budget(point, begin_s - start_s):
             done.append(Done(point=point, status="not started"))
         else:
-            say(f"{place}: started{left}")
+            say(f"{place}: started{_left(took_s, len(missing) - len(took_s))}")
             done.append(_run_one(point, say))
-            spent += 1
-            took_s = time.monotonic() - start_s - elapsed_s
+            took_s.append(time.monotonic() - begin_s)
             error = done[-1].error
             told = f"FAILED, {error.type}: {error.message}" if error else "ok"
-            say(f"{place}: {told} ({_span(took_s)})")
+            say(f"{place}: {told} ({_span(took_s[-1])})")
     return done
 
 
@@ -156,6 +156,11 @@ def _settle(
         record = record.model_copy(update={"status": "failed", "error": error})
         store.put(record)
     return record.error
+
+
+def _left(took_s: Sequence[float], n_left: int) -> str:
+    """Time left if the missing points take as long as the mean so far; empty for the first."""
+    return f", about {_span(n_left * sum(took_s) / len(took_s))} left" if took_s else ""
 
 
 def _span(seconds: float) -> str:

@@ -122,7 +122,12 @@ def test_progress_is_a_few_plain_lines(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "… step 0\n"
 
 
-def test_show_gives_one_table_without_empty_columns(tmp_path: Path) -> None:
+def test_show_gives_a_table_of_ours_with_metrics_across(synthetic: list[Record]) -> None:
+    shown = notebook.show(synthetic[1], "ppl")
+    assert {"codec", "kl_nats", "kl_nats lo", "kl_nats hi"} <= set(shown.columns)
+
+
+def test_show_gives_any_other_table_as_stored(tmp_path: Path) -> None:
     record = notebook.run_point("toy", chosen(tmp_path))
     shown = notebook.show(record, "toy")
     assert list(shown["value"]) == [3]
