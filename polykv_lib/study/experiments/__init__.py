@@ -1,0 +1,1 @@
+"""One module an experiment; each has `run(params, say) -> Outcome` and knows no notebook."""
