@@ -108,7 +108,7 @@ def execute(point: Point, say: Say) -> Failure | None:
             coalesce_streams=True,
             store_widget_state=False,
             stdout_file=_Forward(say),
-            extra_arguments=["--IPKernelApp.log_level=ERROR"],  # it warns of loopback TCP
+            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # it warns of loopback TCP
             cwd=point.source.parent.parent,
         )
     except PapermillExecutionError as error:
