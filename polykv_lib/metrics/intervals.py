@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.stats import bootstrap
@@ -12,7 +13,7 @@ N_RESAMPLES = 2_000
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean, its percentile interval, and how many values it was taken over.
+    """A mean or median, its percentile interval, and how many values it was taken over.
 
     `lo` and `hi` are None where one value leaves no interval to give.
     """
@@ -43,18 +44,35 @@ def mean_interval(
     Raises:
         ValueError: There is no value.
     """
+    return _interval(values, np.mean, seed, n_resamples)
+
+
+def median_interval(
+    values: Sequence[float], *, seed: int = 0, n_resamples: int = N_RESAMPLES
+) -> Interval:
+    """The median (of repeated timings, say) with its percentile bootstrap interval.
+
+    Raises:
+        ValueError: There is no value.
+    """
+    return _interval(values, np.median, seed, n_resamples)
+
+
+def _interval(
+    values: Sequence[float], statistic: Callable[..., Any], seed: int, n_resamples: int
+) -> Interval:
     if not values:
         raise ValueError("an interval needs at least one value, got none.")
     sample = np.asarray(values, dtype=np.float64)
-    mean = float(sample.mean())
+    value = float(statistic(sample))
     if sample.size == 1:
-        return Interval(value=mean, lo=None, hi=None, n=1)
+        return Interval(value=value, lo=None, hi=None, n=1)
     spread = bootstrap(
         (sample,),
-        np.mean,
+        statistic,
         n_resamples=n_resamples,
         confidence_level=CONFIDENCE,
         method="percentile",
         random_state=np.random.default_rng(seed),
     ).confidence_interval
-    return Interval(value=mean, lo=float(spread.low), hi=float(spread.high), n=sample.size)
+    return Interval(value=value, lo=float(spread.low), hi=float(spread.high), n=sample.size)
