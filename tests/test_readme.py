@@ -2,7 +2,9 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
+from subprocess import run
 
 import nbformat
 import pytest
@@ -52,21 +54,25 @@ def missing_of_papermill(arguments: list[str]) -> list[str]:
     return [name for name in names if not re.search(rf"^{name}:", cell, re.MULTILINE)]
 
 
-def test_quick_start_is_ten_lines_and_answers_each_question(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def printed_by(code: str) -> list[str]:
+    """What a reader sees who pastes the code into a fresh Python; a warning is an error."""
+    done = run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()
+
+
+def test_quick_start_is_ten_lines_and_answers_each_question() -> None:
     code = blocks("python")[0]
     assert len([line for line in code.splitlines() if line.strip()]) == 10
-    exec(compile(code, "README.md", "exec"), {})
-    first, *answers = capsys.readouterr().out.strip().splitlines()
-    assert "tokens" in first
+    first, *answers = printed_by(code)
     assert float(first.split(",")[-1].split("x")[0]) > 2.5
     assert sum(line.startswith("- ") and len(line) > 10 for line in answers) == 2
 
 
-def test_pieces_work_alone_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(blocks("python")[1], "README.md", "exec"), {})
-    bits, pool = capsys.readouterr().out.strip().splitlines()
+def test_pieces_work_alone_as_shown() -> None:
+    bits, pool = printed_by(blocks("python")[1])
     assert bits == "3.125 bits a number"
     assert pool.endswith("(1024, 1024)")
 
