@@ -77,7 +77,7 @@ def compressed(
 def row(
     table: str,
     metric: str,
-    value: float | Interval | None,
+    value: int | float | Interval | None,
     unit: str,
     dims: Mapping[str, Any],
     *,
