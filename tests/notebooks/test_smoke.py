@@ -27,7 +27,8 @@ def smoke(out: Path) -> subprocess.CompletedProcess[str]:
         "--out",
         str(out),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # One thread: two for such small tensors wait for each other when other tests run beside.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
