@@ -10,7 +10,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: install study test smoke lint format matrix clean
+.PHONY: install study test lint format matrix clean
 
 install: $(INSTALLED)
 
@@ -37,11 +37,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Every notebook on a handful of tokens, in a folder of its own so that nothing stored is reused.
-smoke: $(INSTALLED)
-	out=$$(mktemp -d) && HF_HUB_OFFLINE=1 $(BIN)/polykv run --profile smoke --out $$out && rm -r $$out
-
-test: lint smoke
+test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 matrix:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("5.0.0", "5.12.1", "newest")
+TESTS = ("tests/contract", "tests/hf/test_models.py")
 PACKAGES = (
-    "torch==2.13.0", "gguf==0.19.0", "jaxtyping==0.3.11", "beartype==0.23.1", "pytest==9.2.0",
-    "hypothesis==6.170.17", "scipy==1.17.1", "filelock==4.3.1", "psutil==7.2.2", "numpy==2.4.6",
-    "xxhash==4.1.0",
+    "accelerate==1.15.0", "beartype==0.23.1", "filelock==4.3.1", "gguf==0.19.0",
+    "hypothesis==6.170.17", "jaxtyping==0.3.11", "numpy==2.4.6", "psutil==7.2.2", "pytest==9.2.0",
+    "scipy==1.17.1", "torch==2.13.0", "xxhash==4.1.0",
 )  # fmt: skip
 
 
@@ -45,15 +46,7 @@ def contract(version: str) -> tuple[bool, str]:
         [python, "-c", "import transformers; print(transformers.__version__)"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    tests = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "--tb=short",
-        "tests/contract",
-        "tests/hf/test_models.py",
-    ]
+    tests = [python, "-m", "pytest", "-q", "--tb=short", *TESTS]
     done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if done.returncode:
