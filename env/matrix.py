@@ -24,18 +24,18 @@ def python_of(version: str) -> Path:
     """The interpreter of the environment for one release, made and filled where it is missing."""
     home = ROOT / ".venv-matrix" / version
     python = home / "bin" / "python"
-    ready = home / ".installed"
-    if ready.exists() and version != "newest":
+    wanted = [f"transformers=={version}" if version != "newest" else "transformers", *PACKAGES]
+    ready, stamp = home / ".installed", "\n".join(wanted)
+    if version != "newest" and ready.exists() and ready.read_text() == stamp:
         return python
     if not ready.exists():
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, with_pip=True)
-    wanted = ["--upgrade", "transformers"] if version == "newest" else [f"transformers=={version}"]
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, *wanted, *PACKAGES], check=True)
+    subprocess.run([*pip, "--upgrade", *wanted], check=True)
     offline = str(ROOT / "env" / "requirements-offline.txt")
     subprocess.run([*pip, "--no-deps", "-r", offline], check=True)
-    ready.touch()
+    ready.write_text(stamp)
     return python
 
 
