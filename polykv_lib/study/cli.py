@@ -22,8 +22,8 @@ app = typer.Typer(
 PROFILES = (
     "smoke: every notebook on a handful of tokens, about a minute; "
     "offline: the study, about 12 minutes on two CPU cores; "
-    "offline-full: more articles and agents, about two hours on two CPU cores; "
-    "t4: published models and sizes, about five hours on a GPU of 16 GB or more"
+    "offline-full: more articles and agents, about two hours (estimate); "
+    "t4: published models and sizes, about five hours on two T4s (estimate)"
 )
 OutDir = Annotated[str, typer.Option("--out", help="Where everything goes; default: the checkout.")]
 Profile = Annotated[str, typer.Option(help="Only this profile's results; default: all but smoke.")]
