@@ -1,4 +1,8 @@
+from pathlib import Path
+
 import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import RobertaConfig, RobertaModel, RobertaTokenizer
 
 from polykv_lib.metrics import bertscore
 from polykv_lib.metrics.bertscore import BertScorer
@@ -36,8 +40,24 @@ def test_what_was_scored_is_recorded_with_the_scores(scorer: BertScorer) -> None
     assert scores.n_cut == 1
 
 
-def test_the_window_comes_from_the_encoder_where_the_tokenizer_has_none(scorer: BertScorer) -> None:
-    assert scorer._scorer._tokenizer.model_max_length == 512
+def tiny_roberta(folder: Path) -> None:
+    trained = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator(["the moon"], vocab_size=300, special_tokens=special)
+    trained.save_model(str(folder))
+    RobertaTokenizer.from_pretrained(folder).save_pretrained(folder)
+    shape = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
+    config = RobertaConfig(vocab_size=300, max_position_embeddings=34, intermediate_size=8, **shape)
+    RobertaModel(config).save_pretrained(folder)
+
+
+def test_the_window_comes_from_the_encoder_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    tiny_roberta(tmp_path)
+    scorer = bertscore._load(str(tmp_path), 2, False, "cpu")
+    assert scorer._tokenizer.model_max_length == 32  # two positions are the padding's
+    assert scorer._tokenizer.encode("the") == scorer._tokenizer.encode(" the")
+    _, _, f1 = scorer.score(["the moon " * 40], ["the moon"])
+    assert 0 < f1.item() <= 1
 
 
 def test_encoders_that_can_not_be_had_are_refused_in_a_sentence(

@@ -30,11 +30,13 @@ def test_peak_sees_memory_that_is_gone_at_the_end_and_forgets_earlier_peaks() ->
 
 
 def test_freed_small_blocks_do_not_hide_a_peak() -> None:
-    blocks = [torch.ones(200_000) for _ in range(100)]
-    del blocks
+    blocks = [torch.ones(16_000) for _ in range(1_251)]  # too small for pages of their own
+    last = blocks.pop()
+    del blocks  # the C library keeps them, since `last` lies above them on its heap
     with peak_memory() as peak:
-        again = [torch.ones(200_000) for _ in range(100)]
+        again = [torch.ones(16_000) for _ in range(1_250)]
         del again
+    assert last.sum() == 16_000
     assert peak.added_bytes == pytest.approx(80e6, rel=0.2)
 
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polykv_lib.metrics.intervals import mean_interval
+from polykv_lib.metrics.intervals import mean_interval, median_interval
 from polykv_lib.metrics.perplexity import delta_pct
 from polykv_lib.metrics.scorers import exact_match, n_empty, token_overlap
 
@@ -57,6 +57,16 @@ def test_interval_is_carried_into_another_unit() -> None:
     assert percent.value == pytest.approx(delta_pct(plain.value))
     assert percent.hi == pytest.approx(delta_pct(plain.hi or 0))
     assert mean_interval([0.5]).mapped(delta_pct).lo is None
+
+
+def test_interval_of_a_skewed_sample_stays_within_it() -> None:
+    interval = mean_interval([0.0, 0.0, 0.0, 0.0, 10.0])
+    assert (interval.lo, interval.hi) == (0, 6)
+
+
+def test_median_is_untouched_by_one_slow_round() -> None:
+    interval = median_interval([1.0, 1.1, 1.2, 1.3, 90.0])
+    assert (interval.value, interval.lo, interval.n) == (1.2, 1.0, 5)
 
 
 def test_equal_values_have_an_interval_of_width_zero() -> None:

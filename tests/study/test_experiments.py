@@ -20,6 +20,7 @@ from polykv_lib.study.experiments import (
 )
 from polykv_lib.study.experiments.excerpts import fixed_window, paper_excerpt, paper_length
 from polykv_lib.study.experiments.layouts import pool_bytes
+from polykv_lib.study.experiments.readers import readers
 from polykv_lib.study.record import Outcome, Row
 
 TEMPLATE = (
@@ -122,7 +123,9 @@ def test_lossless_pool_is_the_full_cache_and_coarser_codecs_are_not(ppl: Outcome
     kl = {row.dims["codec"]: row.value for row in found(ppl, "kl_vs_bits", "kl_nats")}
     assert kl["full"] < kl["paper"] < kl["tq2"] < kl["kivi2"]
     bits = {row.dims["codec"]: row.value for row in found(ppl, "kl_vs_bits", "bits_per_element")}
-    assert bits["full"] > 32 > 16 > bits["tq2"] > bits["paper"] > bits["kivi2"] > 2  # tq2 keeps sinks
+    assert (
+        bits["full"] > 32 > 16 > bits["tq2"] > bits["paper"] > bits["kivi2"] > 2
+    )  # tq2 keeps sinks
 
 
 def test_samples_hold_the_tokens_behind_the_means(ppl: Outcome) -> None:
@@ -322,6 +325,19 @@ def test_a_lossless_pool_gives_the_reference_answers(fidelity: Outcome) -> None:
         assert abs(nll.value) < 1e-5
         assert f1.value == pytest.approx(1, abs=1e-5)
         assert (f1.dims["encoder"], f1.dims["layer"], f1.dims["rescaled"]) == ("minilm", 5, False)
+
+
+def test_nll_of_an_answer_is_that_of_one_plain_forward(tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    document, answer = torch.arange(40)[None], [5, 6, 7, 8]
+    asked = ["Agent A: who?", "Agent B: what is this?"]
+    full, pool, *_ = readers(model, tokenizer, document, document, asked, ["full"])
+    whole = [*range(40), *full.prompts[1], *answer]
+    logits = model(torch.tensor([whole])).logits[0, -len(answer) - 1 : -1]
+    plain = torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item()
+    assert full.nll(model, 1, answer) == pytest.approx(plain, abs=1e-5)
+    assert pool.nll(model, 1, answer) == pytest.approx(plain, abs=1e-5)
+    assert pool.nll(model, 1, []) is None
 
 
 def test_controls_do_not_agree_and_cost_likelihood(fidelity: Outcome) -> None:
