@@ -77,7 +77,7 @@ def same_protocol(records: Sequence[Record], papers_root: Path) -> pd.DataFrame:
         runs = _perplexities(row, ours)
         others = runs[runs["model"].map(family) != family(row.model)]
         for model, found in others.groupby("model"):
-            nearest = _nearest_prefix(found, row)
+            nearest = _nearest(found, row)
             why = (
                 f"another model and other texts: {model}, {nearest['prefix_tokens']:,.0f} tokens in"
                 f" the pool; published with {cached_tokens(row.label_tokens):,}"
@@ -164,7 +164,7 @@ def _quality(row: Published, ours: pd.DataFrame) -> Ours:
     if same.empty:
         unpublished = "; its text is not published" if row.text in UNPUBLISHED_TEXTS else ""
         return Ours(status=NOT_RUN, why=f"{row.model} needs a GPU{unpublished}")
-    found = _nearest_prefix(same, row)
+    found = _nearest(same, row)
     if "agent" in row.metric:
         why = "the published value is one agent's, ours the mean over agents"
         return _measured(found, NOT_COMPARABLE, why)
@@ -190,7 +190,10 @@ def _answers(row: Published, ours: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def _nearest_prefix(runs: pd.DataFrame, row: Published) -> dict[str, Any]:
+def _nearest(runs: pd.DataFrame, row: Published) -> dict[str, Any]:
+    """The run on the published text if there is one, of those the one nearest in cached tokens."""
+    on_text = pick(runs, text=row.text)
+    runs = on_text if len(on_text) else runs
     distance = (pd.to_numeric(runs["prefix_tokens"]) - cached_tokens(row.label_tokens)).abs()
     nearest = runs.iloc[int(distance.fillna(0).argmin())]
     return {str(name): value for name, value in nearest.items()}

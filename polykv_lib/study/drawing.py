@@ -105,6 +105,12 @@ def legend_below(ax: Axes) -> None:
         figure.legend(loc="outside lower center", ncols=columns, columnspacing=1.2)
 
 
+def write_beside(ax: Axes, text: str) -> None:
+    """A small remark along the right edge."""
+    side = ax.text(1.015, 0.5, text, color="0.5", fontsize=7, rotation=90, va="center")
+    side.set_transform(ax.transAxes)
+
+
 def counted(rows: pd.DataFrame, of: str) -> str:
     """How many documents or answers the intervals are over: "n = 12 articles"."""
     n = rows["n"].dropna()

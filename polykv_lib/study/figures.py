@@ -24,6 +24,7 @@ from polykv_lib.study.drawing import (
     save,
     series,
     ticks_at,
+    write_beside,
 )
 from polykv_lib.study.platform import Places
 from polykv_lib.study.published import cached_tokens, published_runs
@@ -36,34 +37,39 @@ GEOMETRY, AGENTS, TOKENS = "llama-3-8b", 15, 5035  # the published run that ours
 
 def memory_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
     """GB of KV cache over the number of agents, at one document length."""
-    at = pick(numbers, table="pool_memory", geometry=GEOMETRY)
-    tokens = TOKENS if TOKENS in set(at["context_tokens"]) else at["context_tokens"].max()
+    at = _one_geometry(numbers)
+    ours = set(pick(at, kind="computed")["context_tokens"])
+    tokens = TOKENS if TOKENS in ours else max(ours)
     _memory(pick(at, context_tokens=tokens), "n_agents", ax)
     ax.set_xticks(sorted(at["n_agents"].dropna().unique()))
-    ax.set(xlabel="agents", title=f"{GEOMETRY}, {tokens:,.0f} tokens in the pool")
+    ax.set(xlabel="agents", title=f"{at['geometry'].iloc[0]}, {tokens:,.0f} tokens in the pool")
 
 
 def memory_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
     """GB of KV cache over the document's length, at one number of agents."""
-    at = pick(numbers, table="pool_memory", geometry=GEOMETRY)
+    at = _one_geometry(numbers)
     built = at["kind"] == "measured"  # a pool is the same for any number of agents
     _memory(at[built | (at["n_agents"] == AGENTS)], "context_tokens", ax)
     ticks_at(ax, pick(at, kind="computed")["context_tokens"])
-    ax.set(xlabel="tokens in the pool", title=f"{GEOMETRY}, {AGENTS} agents")
+    ax.set(xlabel="tokens in the pool", title=f"{at['geometry'].iloc[0]}, {AGENTS} agents")
 
 
 def ppl_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
-    """Perplexity change with its interval, by tokens in the pool and codec, same continuations."""
-    deltas = pick(numbers, table="ppl", metric="ppl_delta_pct", protocol="fixed-window")
+    """Perplexity change with its interval, for each codec run at every number of tokens."""
+    deltas = pick(numbers, table="ppl", metric="ppl_delta_pct")
+    protocol = min(deltas["protocol"])  # "fixed-window" comes before "paper-70-30"
+    deltas = pick(deltas, protocol=protocol)
     ax.axhline(0, color="black", lw=0.6)
-    codecs = [codec for codec in deltas["codec"].unique() if codec != "full"]
+    lengths = deltas.groupby("codec", sort=False)["prefix_tokens"].nunique()
+    everywhere = lengths[lengths == lengths.max()].index
+    codecs = [codec for codec in everywhere if codec != "full"]
     for i, codec in enumerate(codecs):
         rows = pick(deltas, codec=codec).sort_values("prefix_tokens")
         aside = 1.035 ** (i - (len(codecs) - 1) / 2)  # so that intervals do not cover each other
         series(ax, rows["prefix_tokens"] * aside, rows, codec)
     ticks_at(ax, deltas["prefix_tokens"])
     ax.set(xlabel="tokens in the pool", ylabel="perplexity change [%]")
-    ax.set_title(_title(deltas, "articles"))
+    ax.set_title(f"{_title(deltas, 'articles')}, {protocol}")
     legend_below(ax)
 
 
@@ -96,7 +102,7 @@ def fidelity_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
         series(ax, rows["n_agents"], rows, control)
     encoders = ", ".join(sorted(scores["encoder"].dropna().unique()))
     ax.set(xlabel="agents in one batch", ylabel=f"BERTScore F1\n({encoders})")
-    ax.set(title=_title(scores, "answers"), xticks=sorted(scores["n_agents"].unique()))
+    ax.set(title=_title(scores, "articles"), xticks=sorted(scores["n_agents"].unique()))
     legend_below(ax)
 
 
@@ -163,7 +169,9 @@ def write_all(
                 used = pick(numbers, table=drawing.table)
                 if len(used):
                     figure = Figure(figsize=(drawing.width, drawing.height))
-                    drawing.draw(pd.concat([used, published]), figure.subplots())
+                    ax = figure.subplots()
+                    drawing.draw(pd.concat([used, published]), ax)
+                    write_beside(ax, f"profile {profile}")
                     files += save(figure, out, f"{name}-{profile}", tuple(formats))
                     manifest[f"{name}-{profile}"] = _fingerprints(records, set(used["key"]))
     write_atomically(out / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
@@ -198,6 +206,12 @@ def _fingerprints(records: Sequence[Record], keys: set[str]) -> dict[str, str]:
         for record in records
         if record.key in keys
     }
+
+
+def _one_geometry(numbers: pd.DataFrame) -> pd.DataFrame:
+    """The published geometry, or the first of ours where it was left out."""
+    ours = list(pick(numbers, table="pool_memory", kind="computed")["geometry"])
+    return pick(numbers, table="pool_memory", geometry=GEOMETRY if GEOMETRY in ours else ours[0])
 
 
 def _memory(at: pd.DataFrame, over: str, ax: Axes) -> None:

@@ -50,7 +50,7 @@ OWN = {
     "ppl": Own(
         title="Perplexity and agreement with the full cache (paired over documents)",
         table="ppl",
-        by=("model", "protocol", "prefix_tokens", "codec"),
+        by=("model", "protocol", "text", "prefix_tokens", "codec"),
         metrics=(
             *("ppl_full", "ppl_pool", "ppl_delta_pct", "nll_delta_nats", "kl_nats"),
             *("top1_agreement", "ppl_no_document"),
@@ -65,7 +65,10 @@ OWN = {
     "fidelity": Own(
         title="Agents' answers against the full cache's answers, with controls",
         table="fidelity",
-        by=("model", "codec", "control", "n_agents", "encoder", "layer", "rescaled"),
+        by=(
+            *("model", "context_tokens", "n_agents", "codec", "control"),
+            *("encoder", "layer", "rescaled"),
+        ),
         metrics=("bertscore_f1", "token_overlap", "exact_match", "nll_delta_nats", "n_empty"),
     ),
 }
@@ -83,12 +86,13 @@ def own_table(numbers: pd.DataFrame, own: Own) -> pd.DataFrame:
 
 
 def _cells(group: pd.DataFrame, metrics: tuple[str, ...]) -> dict[str, float]:
-    cells = {"n": group["n"].max()}
+    cells = {"n": float("nan")}  # of the first metric that says over what its interval is
     for metric in metrics:
         found = pick(group, metric=metric)
         if len(found):
-            value, low, high = found.iloc[-1][["value", "lo", "hi"]]
+            value, n, low, high = found.iloc[-1][["value", "n", "lo", "hi"]]
             cells[metric] = value
+            cells["n"] = n if pd.isna(cells["n"]) else cells["n"]
             if not pd.isna(low):
                 cells |= {f"{metric} lo": low, f"{metric} hi": high}
     return cells
@@ -97,7 +101,9 @@ def _cells(group: pd.DataFrame, metrics: tuple[str, ...]) -> dict[str, float]:
 def inversions(numbers: pd.DataFrame) -> pd.DataFrame:
     """How many documents get a lower perplexity from the pool than from the full cache."""
     deltas = pick(numbers, table="documents", metric="ppl_delta_pct")
-    by = [c for c in ("profile", "protocol", "prefix_tokens", "codec") if deltas[c].notna().any()]
+    deltas = deltas[deltas["codec"] != "full"]  # nothing is lost there: rounding of the sum alone
+    settings = ("profile", "model", "protocol", "text", "prefix_tokens", "codec")
+    by = [column for column in settings if deltas[column].notna().any()]
     lines = [
         {
             **dict(zip(by, setting, strict=True)),

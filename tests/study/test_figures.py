@@ -42,7 +42,7 @@ def test_perplexity_is_drawn_with_its_interval_and_n(synthetic: list[Record]) ->
     interval = bars(ax)["paper's codec"]
     assert interval == pytest.approx(numbers[["lo", "hi"]].to_numpy())
     assert "full precision" not in bars(ax), "a codec that changes nothing has no curve"
-    assert ax.get_title(loc="left") == "smollm2-135m, n = 12 articles"
+    assert ax.get_title(loc="left") == "smollm2-135m, n = 12 articles, fixed-window"
     assert ax.get_ylabel().endswith("[%]")
 
 
@@ -58,7 +58,7 @@ def test_fidelity_shows_its_controls_and_encoder(synthetic: list[Record]) -> Non
     ax = drawn(figures.fidelity_vs_agents, synthetic)
     assert set(bars(ax)) == {"pool: polykv", "unrelated document", "no document"}
     assert "all-MiniLM-L6-v2" in ax.get_ylabel()
-    assert ax.get_title(loc="left").endswith("n = 1 to 15 answers")
+    assert ax.get_title(loc="left").endswith("n = 1 to 15 articles")
 
 
 def test_decode_step_starts_at_zero_and_has_every_method(synthetic: list[Record]) -> None:
@@ -124,6 +124,16 @@ def test_manifest_names_the_records_behind_a_figure(
 def test_without_results_nothing_is_drawn(tmp_path: Path, papers: Path) -> None:
     assert figures.write_all(tmp_path / "none", tmp_path / "figures", papers_root=papers) == []
     assert json.loads((tmp_path / "figures" / "manifest.json").read_text()) == {}
+
+
+def test_a_study_cut_short_is_drawn_too(synthetic: list[Record], papers: Path) -> None:
+    numbers = tidy(synthetic)
+    small = numbers[(numbers["geometry"] == "qwen2.5-7b") | (numbers["protocol"] == "paper-70-30")]
+    for draw in (figures.memory_vs_agents, figures.memory_vs_context, figures.ppl_vs_context):
+        with house_style():
+            ax = Figure(layout="constrained").subplots()
+            draw(pd.concat([small, figures.published_memory(papers)]), ax)
+            ax.get_figure(root=True).savefig("/dev/null", format="png")
 
 
 def test_intervals_say_what_they_are_over() -> None:
