@@ -104,7 +104,7 @@ def test_padding_on_either_side_changes_no_logit(model, tokens, side):
 
 
 def test_token_by_token_is_all_at_once(model, tokens):
-    document, own = tokens(1, DOCUMENT), tokens(AGENTS, 70, seed=1)  # 70 > the buffer's growth
+    document, own = tokens(1, DOCUMENT), tokens(AGENTS, 70, seed=1)  # the buffer grows in steps of 1, 2 and 3
     pool = pk.build_pool(model, document, **PAPER)
     cache = pool.agent_cache(AGENTS)
     steps = [hf.logits(model, cache, own[:, i : i + 1], DOCUMENT + i) for i in range(70)]

@@ -101,3 +101,12 @@ def test_an_agent_costs_its_own_suffix_whatever_the_document(llama, tokens):
         hf.logits(llama, cache, own, n_tokens)
         held.append(cache.nbytes)
     assert held[0] == held[1] == 4 * 10 * pool.geometry.elements_per_token * 4  # fp32
+
+
+def test_room_reserved_ahead_is_a_twentieth_at_most(llama, tokens):
+    pool = pk.build_pool(llama, tokens(1, 20), **PAPER)
+    cache = pool.agent_cache(2)
+    for i in range(100):
+        hf.logits(llama, cache, tokens(2, 1, seed=i), 20 + i)
+        held = sum(layer.buffer.numel() * 4 for layer in cache.layers)
+        assert cache.nbytes <= held <= 1.05 * cache.nbytes
