@@ -28,8 +28,8 @@ study: $(INSTALLED)
 	$(BIN)/polykv figures
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --output-format concise .
+	$(BIN)/ruff format --check --output-format concise .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
