@@ -47,12 +47,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One document, the unrelated one of its control, and how many agents ask about it."""
+    """One document, and the unrelated one of its control."""
 
     title: str
     document: Int[Tensor, "1 token"]
     stranger: Int[Tensor, "1 token"]
-    n_agents: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +84,8 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     for i, task in enumerate(tasks):
         given += answers(model, tokenizer, task, point)
         say(
-            f"{task.n_agents} agents on {task.document.shape[1]:,} tokens of {task.title}, "
-            f"{i + 1} of {len(tasks)} batches, {timer.seconds:.0f} s"
+            f"agents on {task.document.shape[1]:,} tokens of {task.title}, "
+            f"document {i + 1} of {len(tasks)}, {timer.seconds:.0f} s"
         )
     scores = scorer.score([a.answer for a in given], [a.reference for a in given])
     start = tasks[0].document[0, :2] == tokenizer.bos_token_id
@@ -117,31 +116,31 @@ def _tasks(tokenizer: Any, point: Settings) -> Iterator[Task]:
     for n_tokens in point.context_tokens:
         ids = [hf.document_ids(tokenizer, text.text)[:, :n_tokens] for text in texts]
         for text, document, stranger in zip(texts, ids, ids[1:], strict=False):
-            for n in point.n_agents:
-                yield Task(title=text.title, document=document, stranger=stranger, n_agents=n)
+            yield Task(title=text.title, document=document, stranger=stranger)
 
 
 def answers(model: Any, tokenizer: Any, task: Task, point: Settings) -> Iterator[Answer]:
     """The agents' answers from every pool and control, each beside that from the full cache."""
-    asked = questions(task.n_agents)
+    asked = questions(max(point.n_agents))
     full, *others = readers(model, tokenizer, task.document, task.stranger, asked, point.codecs)
     limits = point.max_new_tokens, hf.stop_ids(tokenizer, model.generation_config.eos_token_id)
-    references = full.answer(model, *limits)
-    full_nll = [full.nll(model, i, reference) for i, reference in enumerate(references)]
-    for reader in others:
-        for i, answer in enumerate(reader.answer(model, *limits)):
-            before, after = full_nll[i], reader.nll(model, i, references[i])
-            yield Answer(
-                control=reader.control,
-                codec=reader.codec,
-                context_tokens=task.document.shape[1],
-                n_agents=task.n_agents,
-                document=task.title,
-                question=asked[i],
-                reference=_text(tokenizer, references[i]),
-                answer=_text(tokenizer, answer),
-                nll_delta_nats=None if before is None or after is None else after - before,
-            )
+    for n in point.n_agents:
+        references = full.answer(model, n, *limits)
+        full_nll = [full.nll(model, i, reference) for i, reference in enumerate(references)]
+        for reader in others:
+            for i, answer in enumerate(reader.answer(model, n, *limits)):
+                before, after = full_nll[i], reader.nll(model, i, references[i])
+                yield Answer(
+                    control=reader.control,
+                    codec=reader.codec,
+                    context_tokens=task.document.shape[1],
+                    n_agents=n,
+                    document=task.title,
+                    question=asked[i],
+                    reference=_text(tokenizer, references[i]),
+                    answer=_text(tokenizer, answer),
+                    nll_delta_nats=None if before is None or after is None else after - before,
+                )
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

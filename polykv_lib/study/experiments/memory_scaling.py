@@ -123,17 +123,15 @@ def built_rows(name: str, codec: str, n_tokens: int, seed: int) -> Iterator[Row]
 
 
 def build(geometry: Geometry, codec: str, n_tokens: int, seed: int) -> SharedKVPool:
-    """A pool in the shape of a model, from random bfloat16 keys and values, a layer at a time."""
+    """A pool in the shape of a model, from random bfloat16 keys and values.
+
+    Every layer gets the same numbers, since no size depends on them, and is compressed for itself.
+    """
     chosen, source = codec_of(codec), torch.Generator().manual_seed(seed)
     shape = (1, geometry.n_kv_heads, n_tokens, geometry.head_dim)
-
-    def layers() -> Iterator[LayerKV]:
-        for _ in range(geometry.n_layers):
-            keys, values = (torch.randn(shape, generator=source).bfloat16() for _ in range(2))
-            yield LayerKV(keys=keys, values=values)
-
+    keys, values = (torch.randn(shape, generator=source).bfloat16() for _ in range(2))
     return freeze(
-        layers(),
+        [LayerKV(keys=keys, values=values)] * geometry.n_layers,
         keys=chosen.keys,
         values=chosen.values,
         n_sink=chosen.n_sink,

@@ -16,7 +16,10 @@ from polykv_lib.study.experiments.common import compressed
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """`open(n)` gives a cache for n agents, in which `n_seen` tokens lie; one prompt an agent."""
+    """`open(n)` gives a cache for n agents, in which `n_seen` tokens lie; one prompt an agent.
+
+    A batch of n is the first n agents.
+    """
 
     control: str
     codec: str
@@ -24,12 +27,14 @@ class Reader:
     n_seen: int
     prompts: list[list[int]]
 
-    def answer(self, model: Any, max_new_tokens: int, stop_ids: Set[int]) -> list[list[int]]:
-        """Every agent's greedy answer, all in one batch."""
+    def answer(
+        self, model: Any, n: int, max_new_tokens: int, stop_ids: Set[int]
+    ) -> list[list[int]]:
+        """The greedy answers of n agents in one batch."""
         return hf.greedy(
             model,
-            self.open(len(self.prompts)),
-            self.prompts,
+            self.open(n),
+            self.prompts[:n],
             n_seen=self.n_seen,
             max_new_tokens=max_new_tokens,
             stop_ids=stop_ids,
