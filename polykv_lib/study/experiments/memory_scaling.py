@@ -32,7 +32,7 @@ from polykv_lib.study.experiments.layouts import pool_bytes
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks.agents import questions
 
-BUILT_BYTES = 1_000_000_000  # a pool is really built where its one bfloat16 copy is at most this
+BUILT_BYTES = 700_000_000  # a pool is really built where one bfloat16 copy is at most this
 AGENTS_CODEC = "paper"  # what the agents' pool is stored with, as in the published way
 
 
