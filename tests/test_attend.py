@@ -23,7 +23,9 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_attention_does_not_care_where_the_cache_is_cut(tokens, cut, seed):
     cut = min(cut, tokens - 1)
     q, k, v = (draw(2, 3, n, 8, seed=seed + i) for i, n in enumerate((5, tokens, tokens)))
-    parts = [attend_plain(q, k[:, :, s], v[:, :, s], 0.3, None) for s in (slice(cut), slice(cut, None))]
+    parts = [
+        attend_plain(q, k[:, :, s], v[:, :, s], 0.3, None) for s in (slice(cut), slice(cut, None))
+    ]
     whole = attend_plain(q, k, v, 0.3, None)
     for got, want in zip(merge(*parts[0], *parts[1]), whole, strict=True):
         assert_close(got, want)
@@ -36,7 +38,12 @@ def test_merging_with_nothing_changes_nothing():
     assert (merge(*nothing, *nothing)[0] == 0).all()
 
 
-@given(agents=st.integers(1, 4), heads=st.integers(1, 3), groups=st.integers(1, 3), queries=st.integers(1, 4))
+@given(
+    agents=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    queries=st.integers(1, 4),
+)
 def test_unfold_inverts_fold(agents, heads, groups, queries):
     q = draw(agents, heads * groups, queries, 8)
     assert torch.equal(unfold(fold(q, heads), agents, queries), q)
@@ -80,5 +87,7 @@ def test_in_bfloat16_the_error_is_no_larger_than_dense_attentions(sharpness):
     k, v = (x.repeat_interleave(3, 1) for x in pool.read(0))
     exact = (q.double() @ k.double().mT / 8).softmax(-1) @ v.double()
     ours = attend_pieces(q, pool.layers[0], 2, 1 / 8)[0].double()
-    dense = torch.nn.functional.scaled_dot_product_attention(q, *(x.bfloat16().expand(4, -1, -1, -1) for x in (k, v)))
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q, *(x.bfloat16().expand(4, -1, -1, -1) for x in (k, v))
+    )
     assert (ours - exact).norm() <= (dense.double() - exact).norm()

@@ -46,14 +46,19 @@ def test_a_ragged_pool_opens_as_it_was_saved(llama, tokens, tmp_path):
 
 
 def test_another_models_pool(tiny_model, saved):
-    with pytest.raises(PoolError, match=r"\(layers, KV heads, head_dim\) = \(2, 2, 16\), but the model has \(1, 2, 16\)"):
+    with pytest.raises(
+        PoolError,
+        match=r"\(layers, KV heads, head_dim\) = \(2, 2, 16\), but the model has \(1, 2, 16\)",
+    ):
         pk.load_pool(saved, tiny_model("Llama", num_hidden_layers=1))
     other = tiny_model("Llama")
     with torch.no_grad():
         other.lm_head.weight += 1
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    with pytest.raises(PoolError, match=r"belongs to .* with model_fingerprint .* Build the pool again"):
+    with pytest.raises(
+        PoolError, match=r"belongs to .* with model_fingerprint .* Build the pool again"
+    ):
         pk.load_pool(saved, other)
 
 

@@ -63,7 +63,8 @@ def test_the_pool_is_read_by_threads_and_by_two_pools_in_turn(llama, tokens):
     assert alone[0] != alone[1]
     together: dict[int, list] = {}
     threads = [
-        threading.Thread(target=lambda i=i: together.update({i: answer(pools[i % 2])})) for i in range(4)
+        threading.Thread(target=lambda i=i: together.update({i: answer(pools[i % 2])}))
+        for i in range(4)
     ]
     for thread in threads:
         thread.start()

@@ -30,7 +30,9 @@ def test_a_model_that_was_not_prepared(llama, tokens):
     pool = pk.build_pool(llama, tokens(1, 8), **PAPER)
     llama.set_attn_implementation("sdpa")
     try:
-        with pytest.raises(ValueError, match=r"'sdpa', which can not read a pool. Call polykv_lib.prepare"):
+        with pytest.raises(
+            ValueError, match=r"'sdpa', which can not read a pool. Call polykv_lib.prepare"
+        ):
             pk.build_pool(llama, tokens(1, 8), **PAPER)
         with pytest.raises(PoolError, match="the document would be lost"):
             hf.logits(llama, pool.agent_cache(1), tokens(1, 2), 8)
@@ -39,7 +41,9 @@ def test_a_model_that_was_not_prepared(llama, tokens):
 
 
 def test_an_encoder_decoder_model():
-    model = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))
+    model = T5ForConditionalGeneration(
+        T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16)
+    )
     with pytest.raises(ValueError, match="t5 is an encoder-decoder model"):
         pk.prepare(model)
 
@@ -60,7 +64,9 @@ def test_sliding_windows_hold_within_the_window_and_are_refused_beyond(tiny_mode
     assert torch.allclose(hf.logits(model, pool.agent_cache(2), own, 24), want, atol=1e-5)
     with pytest.raises(PoolError, match="36 tokens, but this model has layers with a window of 32"):
         hf.logits(model, pool.agent_cache(2), tokens(2, 12, seed=1), 24)
-    with pytest.raises(ValueError, match="40 tokens, but gemma3_text has layers with a window of 32"):
+    with pytest.raises(
+        ValueError, match="40 tokens, but gemma3_text has layers with a window of 32"
+    ):
         pk.build_pool(model, tokens(1, 40), **PAPER)
 
 

@@ -26,10 +26,17 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@given(bits=st.integers(1, 8), n_tokens=st.integers(0, 5), groups=st.integers(1, 6), seed=st.integers(0, 99))
+@given(
+    bits=st.integers(1, 8),
+    n_tokens=st.integers(0, 5),
+    groups=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
 def test_unpack_inverts_pack_and_no_bit_is_wasted(bits, n_tokens, groups, seed):
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 2**bits, (2, n_tokens, 8 * groups), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(
+        0, 2**bits, (2, n_tokens, 8 * groups), generator=generator, dtype=torch.uint8
+    )
     planes = pack(codes, bits)
     assert torch.equal(unpack(planes, bits), codes)
     assert sum(p.numel() for p in planes) * 8 == codes.numel() * bits
@@ -89,7 +96,9 @@ def test_levels_gains_and_maps_compose_to_dequantize_on_any_slice(codec):
     torch.testing.assert_close(codec.from_levels(q, part), codec.dequantize(q)[:, 30:53])
     rows = draw(3, 5, 64, seed=1)  # q . (y B) = (q B^T) . y
     scores = codec.to_levels(q, rows) @ part.mT
-    torch.testing.assert_close(scores, rows @ codec.dequantize(q)[:, 30:53].mT, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        scores, rows @ codec.dequantize(q)[:, 30:53].mT, atol=1e-4, rtol=1e-4
+    )
 
 
 @EACH
@@ -106,7 +115,9 @@ def test_tiny_and_huge_tensors_are_stored_as_well_as_any(codec, exponent):
     """A power of two changes no code and no half-precision scale, so nothing may change at all."""
     x = draw(2, 10, 64)
     got = codec.dequantize(codec.quantize(x * 2.0**exponent))
-    torch.testing.assert_close(got, codec.dequantize(codec.quantize(x)) * 2.0**exponent, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        got, codec.dequantize(codec.quantize(x)) * 2.0**exponent, rtol=1e-6, atol=0
+    )
 
 
 @EACH
@@ -156,11 +167,20 @@ def unchecked(family: type, **fields: object) -> object:
     ("make", "message"),
     [
         (lambda: TurboQuant(5), "bits must be 1, 2, 3 or 4"),
-        (lambda: unchecked(TurboQuant, bits=3, rotation="sined"), "'sined'.*: signed, plain, double, none"),
-        (lambda: unchecked(Int8, scale="row"), "'row'.*choose one of: tensor, channel, token, block"),
+        (
+            lambda: unchecked(TurboQuant, bits=3, rotation="sined"),
+            "'sined'.*: signed, plain, double, none",
+        ),
+        (
+            lambda: unchecked(Int8, scale="row"),
+            "'row'.*choose one of: tensor, channel, token, block",
+        ),
         (lambda: Affine(9), "bits must be 2 to 8"),
         (lambda: check_input(torch.ones(4), Int8()), r"of shape \[4\]; it stores floating-point"),
-        (lambda: check_input(torch.ones(2, 4, dtype=torch.int64), Int8()), "got a torch.int64 tensor"),
+        (
+            lambda: check_input(torch.ones(2, 4, dtype=torch.int64), Int8()),
+            "got a torch.int64 tensor",
+        ),
         (lambda: TurboQuant().quantize(torch.ones(2, 12)), "head_dim=12 can not be packed"),
     ],
 )

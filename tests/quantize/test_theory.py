@@ -23,7 +23,9 @@ def expected_error(levels, density) -> float:
     edges = (levels[1:] + levels[:-1]) / 2
     nearest = lambda z: levels[np.searchsorted(edges, z)]  # noqa: E731
     bound = min(9.0, density.support()[1])
-    return quad(lambda z: (z - nearest(z)) ** 2 * density.pdf(z), -bound, bound, points=edges, limit=300)[0]
+    return quad(
+        lambda z: (z - nearest(z)) ** 2 * density.pdf(z), -bound, bound, points=edges, limit=300
+    )[0]
 
 
 def sphere_channel(dim: int):
@@ -38,7 +40,9 @@ def distortion(x, codec) -> float:
 
 @pytest.mark.parametrize(("bits", "published"), MAX_1960.items())
 def test_lloyd_max_reaches_the_published_distortion(bits, published):
-    assert expected_error(np.array(lloyd_max_levels(bits)), norm) == pytest.approx(published, rel=1e-3)
+    assert expected_error(np.array(lloyd_max_levels(bits)), norm) == pytest.approx(
+        published, rel=1e-3
+    )
 
 
 def test_the_three_bit_levels_are_the_published_ones():
@@ -89,6 +93,8 @@ def test_one_large_channel_spoils_a_tensors_scale_and_not_a_channels(scale, boun
     x[..., 5] *= 30
     others = torch.arange(64) != 5
     error = (x - Int8(scale).dequantize(Int8(scale).quantize(x)))[..., others].square().mean()
-    fine = (x[..., others].abs().amax() / 127) ** 2 / 12  # uniform rounding at the others' own range
+    fine = (
+        x[..., others].abs().amax() / 127
+    ) ** 2 / 12  # uniform rounding at the others' own range
     assert (error > 10 * fine) == (scale == "tensor")
     assert error < bound
