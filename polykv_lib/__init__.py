@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polykv_lib.hf import ask, build_pool, load_model, load_pool, prepare
+    from polykv_lib.evict import Plan
+    from polykv_lib.hf import ask, build_pool, load_model, load_pool, prefill, prepare
     from polykv_lib.hf import document_ids as document_ids
     from polykv_lib.pool import SharedKVPool
     from polykv_lib.quantize import Affine, FullPrecision, Int8, TurboQuant
@@ -18,6 +19,7 @@ _HOMES = {
     "Affine": "quantize",
     "FullPrecision": "quantize",
     "Int8": "quantize",
+    "Plan": "evict",
     "TurboQuant": "quantize",
     "SharedKVPool": "pool",
     "ask": "hf",
@@ -25,6 +27,7 @@ _HOMES = {
     "document_ids": "hf",
     "load_model": "hf",
     "load_pool": "hf",
+    "prefill": "hf",
     "prepare": "hf",
 }
 
@@ -32,6 +35,7 @@ __all__ = [
     "Affine",
     "FullPrecision",
     "Int8",
+    "Plan",
     "SharedKVPool",
     "TurboQuant",
     "ask",
@@ -39,6 +43,7 @@ __all__ = [
     "document_ids",
     "load_model",
     "load_pool",
+    "prefill",
     "prepare",
 ]
 

@@ -16,15 +16,28 @@ from torch import Tensor
 Keys: TypeAlias = Float[Tensor, "batch head token dim"]
 Values: TypeAlias = Float[Tensor, "batch head token dim"]
 Rows: TypeAlias = Float[Tensor, "head row dim"]
+Queries: TypeAlias = Float[Tensor, "batch q_head query dim"]
+Scores: TypeAlias = Float[Tensor, "batch head token"]  # higher = keep
 KeptTokens: TypeAlias = Int[Tensor, " _"]  # of one head, ascending in time; heads may differ
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKV:
-    """Keys (after RoPE) and values of one layer, for one document (batch 1)."""
+    """Keys (after RoPE) and values of one layer, for one document (batch 1).
+
+    An eviction policy may also look at the queries (after RoPE, of the newest tokens; at prefill of
+    all) and at the factor by which q . k is multiplied before the softmax (None: head_dim ** -0.5).
+    """
 
     keys: Keys
     values: Values
+    queries: Queries | None = None
+    scale: float | None = None
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of q . k."""
+        return self.keys.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, kw_only=True)

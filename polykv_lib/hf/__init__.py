@@ -2,7 +2,14 @@
 
 from polykv_lib.hf.attention import prepare
 from polykv_lib.hf.baselines import PooledAgent, expanded_cache, full_cache
-from polykv_lib.hf.build import build_pool, load_pool, read_document, share
+from polykv_lib.hf.build import (
+    build_pool,
+    evict_document,
+    load_pool,
+    prefill,
+    read_document,
+    share,
+)
 from polykv_lib.hf.caches import AgentCache, dense_bytes
 from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
@@ -15,6 +22,7 @@ __all__ = [
     "build_pool",
     "dense_bytes",
     "document_ids",
+    "evict_document",
     "expanded_cache",
     "full_cache",
     "greedy",
@@ -22,6 +30,7 @@ __all__ = [
     "load_pool",
     "logits",
     "model_fingerprint",
+    "prefill",
     "prepare",
     "question_ids",
     "read_document",

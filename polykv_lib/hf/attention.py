@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from polykv_lib.attend import attend, attend_pieces, merge
 from polykv_lib.hf.caches import AgentLayer
+from polykv_lib.hf.observe import ObservedLayer
 
 NAME: Final = "polykv"
 
@@ -53,6 +54,9 @@ def attention(
     The document's part needs no mask: every agent sees all of it. The two parts merge by their
     log-sum-exp, so no agent ever holds a copy of the document.
     """
+    observer: ObservedLayer | None = getattr(key, "polykv_observer", None)
+    if observer is not None:
+        observer.after_attention(query, scaling)
     layer: AgentLayer | None = getattr(key, "polykv_layer", None)
     if layer is None:
         out, _ = sdpa_attention_forward(

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from polykv_lib.evict import Plan
 from polykv_lib.hf import compat
 from polykv_lib.hf.attention import NAME
 from polykv_lib.hf.caches import AgentCache
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
-from polykv_lib.kv import LayerKV
+from polykv_lib.hf.observe import observe
+from polykv_lib.kv import KeptTokens, LayerKV
 from polykv_lib.pool import PoolError, SharedKVPool, freeze, load
-from polykv_lib.quantize import Quantizer
+from polykv_lib.quantize import FullPrecision, Quantizer
+
+Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
 
 
 def build_pool(
@@ -25,19 +29,25 @@ def build_pool(
     keys: Quantizer,
     values: Quantizer,
     n_sink: int = 4,
+    plan: Plan | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> SharedKVPool:
-    """Prefill the document once, compress its keys and values, and freeze them into a pool.
+    """Prefill the document once, evict by the plan, compress what is kept, and freeze a pool.
 
     Args:
         model: a prepared model (`load_model` prepares; else `prepare`).
         document_ids: int64 [1, T]; `document_ids(tokenizer, text)` opens a chat turn for them.
         keys: codec of the keys.
         values: codec of the values.
-        n_sink: first tokens held in full precision.
+        n_sink: first tokens held in full precision, where the plan keeps them.
+        plan: what each layer keeps; None keeps everything. No question is visible to it.
         tokenizer: if given, its fingerprint is stored with the pool.
     """
-    layers = read_document(model, document_ids)
+    kept = None
+    if plan is None:
+        layers = read_document(model, document_ids)
+    else:
+        layers, [kept] = evict_document(model, document_ids, [plan])
     return share(
         model,
         layers,
@@ -45,8 +55,22 @@ def build_pool(
         keys=keys,
         values=values,
         n_sink=n_sink,
+        kept=kept,
         tokenizer=tokenizer,
     )
+
+
+def prefill(model: PreTrainedModel, ids: Tensor, plan: Plan) -> AgentCache:
+    """A cache whose layers hold what the plan keeps, and nothing else, before the first new token.
+
+    It is the cache of one agent over a lossless pool: positions go on from the tokens seen, layers
+    and heads may hold different numbers of tokens, and several tokens may be fed at once.
+    """
+    lossless = FullPrecision()
+    cache: AgentCache = build_pool(
+        model, ids, keys=lossless, values=lossless, plan=plan
+    ).agent_cache(1)
+    return cache
 
 
 def share(
@@ -57,9 +81,10 @@ def share(
     keys: Quantizer,
     values: Quantizer,
     n_sink: int = 4,
+    kept: Kept | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> SharedKVPool:
-    """A pool from keys and values that `read_document` returned: one prefill serves many codecs."""
+    """A pool from what `read_document` or `evict_document` returned: one prefill, many pools."""
     owner = {"model": model.config.name_or_path, "model_fingerprint": model_fingerprint(model)}
     if tokenizer is not None:
         owner["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
@@ -68,6 +93,7 @@ def share(
         keys=keys,
         values=values,
         n_sink=n_sink,
+        kept=kept,
         document_ids=document_ids,
         n_q_heads=model.config.get_text_config().num_attention_heads,
         owner=owner,
@@ -91,6 +117,25 @@ def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]
     cache = DynamicCache()
     compat.forward(model.base_model, document_ids.to(model.device), cache)
     return [LayerKV(keys=layer.keys, values=layer.values) for layer in cache.layers]
+
+
+def evict_document(
+    model: PreTrainedModel, document_ids: Tensor, plans: Sequence[Plan]
+) -> tuple[list[LayerKV], list[Kept]]:
+    """Keys and values from one prefill, and what each plan keeps of them, layer by layer and head.
+
+    Raises:
+        ValueError: as `read_document`, or a plan that was made for another model.
+    """
+    _check_prepared(model)
+    _check_document(model, document_ids)
+    config = model.config.get_text_config()
+    for plan in plans:
+        plan.check(config.num_hidden_layers, config.num_key_value_heads)
+    layers, kept = observe(
+        model, document_ids, lambda i, layer: [plan.layers[i].keep(layer) for plan in plans]
+    )
+    return layers, [list(of_plan) for of_plan in zip(*kept, strict=True)]
 
 
 def _check_prepared(model: PreTrainedModel) -> None:

@@ -123,6 +123,7 @@ class AgentCache(Cache):
     def __init__(self, pool: SharedKVPool, n: int, window: int | None = None):
         """`n` agents; a batch may also hold a multiple of n rows (beams)."""
         self.n_agents = n
+        self.kept_per_head = pool.kept_per_head  # tokens of the document, by layer and KV head
         self.last: AgentLayer | None = None  # updated last: its attention must have read it
         layers = [
             AgentLayer(pieces, pool.geometry.n_kv_heads, pool.n_tokens, window)

@@ -5,9 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import polykv_lib as pk
+from polykv_lib import hf
+from polykv_lib.kv import LayerKV
+from polykv_lib.pool import SharedKVPool
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -27,7 +31,9 @@ FAMILIES = {
 def tiny(family: str, **changes: object) -> PreTrainedModel:
     """A prepared two-layer model; weights are sharpened, since random ones give near-uniform attention."""
     name = "Gemma3Text" if family == "Gemma3" else family
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES.get(family, {}), **changes})
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES, **FAMILIES.get(family, {}), **changes}
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for parameter in model.parameters():
@@ -50,6 +56,42 @@ def llama() -> PreTrainedModel:
 def tiny_model() -> Callable[..., PreTrainedModel]:
     """`tiny(family, **changes to its configuration)`."""
     return tiny
+
+
+@pytest.fixture
+def masked_forward() -> Callable[..., torch.Tensor]:
+    """`masked(model, pool, own)`: logits of a dense forward over a full-length cache.
+
+    The cache holds what the pool kept, dequantised, each token at its place; all others are masked.
+    """
+
+    def attention(module, q, k, v, mask, scaling=None, **_):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = q @ k.nan_to_num().mT * scaling + mask
+        weights = scores.masked_fill(k.isnan().any(-1)[:, :, None], -torch.inf).softmax(-1)
+        return (weights @ v).transpose(1, 2).contiguous(), None
+
+    def masked(model: PreTrainedModel, pool: SharedKVPool, own: torch.Tensor) -> torch.Tensor:
+        shape = (1, pool.geometry.n_kv_heads, pool.n_tokens, pool.geometry.head_dim)
+        layers = [
+            LayerKV(keys=torch.full(shape, torch.nan), values=torch.zeros(shape))
+            for _ in pool.layers
+        ]
+        for layer, pieces in zip(layers, pool.layers, strict=True):
+            for piece in pieces:
+                for row, head in enumerate(piece.heads or range(shape[1])):
+                    at = piece.positions[row].long()
+                    layer.keys[0, head, at] = piece.keys.dense()[row]
+                    layer.values[0, head, at] = piece.values.dense()[row]
+        AttentionInterface.register("masked", attention)
+        AttentionMaskInterface.register("masked", eager_mask)
+        model.set_attn_implementation("masked")
+        try:
+            return hf.logits(model, hf.full_cache(layers, len(own)), own, pool.n_tokens)
+        finally:
+            pk.prepare(model)
+
+    return masked
 
 
 @pytest.fixture

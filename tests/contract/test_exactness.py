@@ -7,7 +7,6 @@ from torch.testing import assert_close
 import polykv_lib as pk
 from polykv_lib import hf
 from polykv_lib.hf.compat import forward
-from polykv_lib.kv import LayerKV
 from polykv_lib.pool import freeze
 
 DOCUMENT, AGENTS, OWN = 37, 3, 6
@@ -44,7 +43,11 @@ def test_a_prepared_model_computes_what_it_did_before(model, tokens):
 def test_a_lossless_pool_is_one_plain_forward(model, tokens):
     document, own = tokens(1, DOCUMENT), tokens(AGENTS, OWN, seed=1)
     pool = pk.build_pool(model, document, **LOSSLESS)
-    assert_close(hf.logits(model, pool.agent_cache(AGENTS), own, DOCUMENT), plain(model, document, own), **EXACT)
+    assert_close(
+        hf.logits(model, pool.agent_cache(AGENTS), own, DOCUMENT),
+        plain(model, document, own),
+        **EXACT,
+    )
 
 
 def test_shifted_positions_and_a_dropped_document_are_seen(model, tokens):
@@ -104,7 +107,10 @@ def test_padding_on_either_side_changes_no_logit(model, tokens, side):
 
 
 def test_token_by_token_is_all_at_once(model, tokens):
-    document, own = tokens(1, DOCUMENT), tokens(AGENTS, 70, seed=1)  # the buffer grows in steps of 1, 2 and 3
+    document, own = (
+        tokens(1, DOCUMENT),
+        tokens(AGENTS, 70, seed=1),
+    )  # the buffer grows in steps of 1, 2 and 3
     pool = pk.build_pool(model, document, **PAPER)
     cache = pool.agent_cache(AGENTS)
     steps = [hf.logits(model, cache, own[:, i : i + 1], DOCUMENT + i) for i in range(70)]
@@ -113,12 +119,17 @@ def test_token_by_token_is_all_at_once(model, tokens):
 
 
 def kept_tokens(layer: int, ragged: bool) -> list[torch.Tensor]:
-    heads = [torch.arange(0, DOCUMENT, 2 + layer), torch.cat([torch.arange(3), torch.arange(20, 37)])]
+    heads = [
+        torch.arange(0, DOCUMENT, 2 + layer),
+        torch.cat([torch.arange(3), torch.arange(20, 37)]),
+    ]
     return heads if ragged else [heads[layer % 2]] * 2
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["per-layer", "per-head"])
-def test_an_evicted_pool_is_the_full_cache_with_the_rest_masked(llama, tokens, ragged):
+def test_an_evicted_pool_is_the_full_cache_with_the_rest_masked(
+    llama, tokens, masked_forward, ragged
+):
     """Layers, and heads, hold different numbers of tokens; the reference masks the full cache."""
     document, own = tokens(1, DOCUMENT), tokens(AGENTS, OWN, seed=1)
     layers = hf.read_document(llama, document)
@@ -127,37 +138,10 @@ def test_an_evicted_pool_is_the_full_cache_with_the_rest_masked(llama, tokens, r
     assert pool.kept_per_head == tuple(tuple(map(len, heads)) for heads in kept)
     shared = hf.logits(llama, pool.agent_cache(AGENTS), own, DOCUMENT)
 
-    full = freeze(layers, **LOSSLESS)  # what the pool kept, dequantised, at its place; the rest far away
-    masked = [LayerKV(keys=torch.full_like(k, torch.nan), values=torch.zeros_like(v)) for k, v in map(full.read, range(2))]
-    for layer, pieces in zip(masked, pool.layers, strict=True):
-        for piece in pieces:
-            for row, head in enumerate(piece.heads or range(2)):
-                at = piece.positions[row].long()
-                layer.keys[0, head, at] = piece.keys.dense()[row]
-                layer.values[0, head, at] = piece.values.dense()[row]
-    assert_close(shared, masked_forward(llama, masked, own), **EXACT)
-    assert (shared - hf.logits(llama, hf.full_cache(layers, AGENTS), own, DOCUMENT)).abs().max() > 1e-3
-
-
-def masked_forward(model, layers, own):
-    """A dense forward in which attention sees only the keys that are numbers."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-
-    def attention(module, q, k, v, mask, scaling=None, **_):
-        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-        scores = q @ k.nan_to_num().mT * scaling + mask
-        gone = k.isnan().any(-1)[:, :, None]
-        weights = scores.masked_fill(gone, -torch.inf).softmax(-1)
-        return (weights @ v).transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("masked", attention)
-    AttentionMaskInterface.register("masked", eager_mask)
-    model.set_attn_implementation("masked")
-    try:
-        return hf.logits(model, hf.full_cache(layers, len(own)), own, DOCUMENT)
-    finally:
-        pk.prepare(model)
+    assert_close(shared, masked_forward(llama, pool, own), **EXACT)
+    assert (
+        shared - hf.logits(llama, hf.full_cache(layers, AGENTS), own, DOCUMENT)
+    ).abs().max() > 1e-3
 
 
 def test_half_precision_is_as_near_as_the_dense_cache(llama, tokens):
@@ -167,7 +151,11 @@ def test_half_precision_is_as_near_as_the_dense_cache(llama, tokens):
         half = llama.to(torch.bfloat16)
         pool = pk.build_pool(half, document, **LOSSLESS)
         ours = (hf.logits(half, pool.agent_cache(AGENTS), own, DOCUMENT) - exact).square().mean()
-        dense = (hf.logits(half, hf.expanded_cache(pool, AGENTS), own, DOCUMENT) - exact).square().mean()
+        dense = (
+            (hf.logits(half, hf.expanded_cache(pool, AGENTS), own, DOCUMENT) - exact)
+            .square()
+            .mean()
+        )
     finally:
         llama.to(torch.float32)
     assert ours < 1.5 * dense

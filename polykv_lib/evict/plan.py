@@ -1,0 +1,156 @@
+"""A plan: each layer's own policy and budget, as a value that a person can read and edit."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from polykv_lib.evict.base import EvictionPolicy, keep
+from polykv_lib.evict.controls import FullKV, Guarded, Random
+from polykv_lib.evict.h2o import H2O
+from polykv_lib.evict.key_norm import KeyNorm
+from polykv_lib.evict.keydiff import KeyDiff
+from polykv_lib.evict.rank_merge import RankMerge
+from polykv_lib.evict.snapkv import SnapKV
+from polykv_lib.evict.streaming_llm import StreamingLLM
+from polykv_lib.evict.tova import TOVA
+from polykv_lib.kv import KeptTokens, LayerKV
+
+SCHEMA: Final = 1
+POLICIES: Final[dict[str, type[EvictionPolicy]]] = {
+    policy.__name__: policy
+    for policy in (
+        FullKV, StreamingLLM, H2O, TOVA, SnapKV, KeyDiff, KeyNorm, Random, RankMerge, Guarded,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """What one layer keeps after the prefill: tokens a head, or one number for each KV head."""
+
+    policy: EvictionPolicy
+    budget: int | tuple[int, ...]
+
+    def budgets(self, n_heads: int) -> tuple[int, ...]:
+        """Tokens of each KV head."""
+        return (self.budget,) * n_heads if isinstance(self.budget, int) else self.budget
+
+    def keep(self, layer: LayerKV) -> tuple[KeptTokens, ...]:
+        """The tokens that each KV head keeps."""
+        _, n_heads, n_tokens, _ = layer.keys.shape
+        if isinstance(self.policy, FullKV):
+            return keep(self.policy, layer, (n_tokens,) * n_heads)
+        return keep(self.policy, layer, self.budgets(n_heads))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One `LayerPlan` a layer, first layer first; applied once, before the first new token."""
+
+    layers: tuple[LayerPlan, ...]
+
+    @classmethod
+    def uniform(cls, policy: EvictionPolicy, budget: int, n_layers: int) -> "Plan":
+        """The same policy and budget (tokens for each KV head) in every layer."""
+        return cls(layers=(LayerPlan(policy=policy, budget=budget),) * n_layers)
+
+    @classmethod
+    def of(cls, policy: EvictionPolicy, budgets: Sequence[int | tuple[int, ...]]) -> "Plan":
+        """One policy, each layer with its own budget."""
+        return cls(layers=tuple(LayerPlan(policy=policy, budget=b) for b in budgets))
+
+    def total(self, n_heads: int) -> int:
+        """Tokens of all layers and KV heads together."""
+        return sum(sum(layer.budgets(n_heads)) for layer in self.layers)
+
+    def check(self, n_layers: int, n_heads: int) -> None:
+        """Refuse a plan that was made for another model.
+
+        Raises:
+            ValueError: the number of layers, or of KV heads, is not the model's.
+        """
+        if len(self.layers) != n_layers:
+            raise ValueError(
+                f"the plan has {len(self.layers)} layers, the model {n_layers}; "
+                "a plan belongs to the model it was made for."
+            )
+        for i, layer in enumerate(self.layers):
+            if len(layer.budgets(n_heads)) != n_heads:
+                raise ValueError(
+                    f"layer {i} of the plan has {len(layer.budgets(n_heads))} budgets, but the "
+                    f"model has {n_heads} KV heads; give one number, or one for each head."
+                )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as YAML, one line a layer; returns the path."""
+        lines = [f"schema: {SCHEMA}", "prefill:"]
+        for layer in self.layers:
+            entry = _to_dict(layer.policy) | {"budget": _plain(layer.budget)}
+            lines.append(
+                "- " + yaml.safe_dump(entry, default_flow_style=True, width=10_000).strip()
+            )
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan that `save` wrote or a person edited.
+
+        Raises:
+            ValueError: not YAML, a newer schema, an unknown policy or argument, or a bad budget.
+        """
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("prefill"), list):
+            raise ValueError(
+                f"{path} is no plan: it needs `prefill:`, a list with an entry a layer."
+            )
+        if content.get("schema", 0) > SCHEMA:
+            raise ValueError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}.")
+        entries = enumerate(content["prefill"])
+        return cls(layers=tuple(_layer(entry, f"{path}, layer {i}") for i, entry in entries))
+
+
+def _plain(budget: int | tuple[int, ...]) -> int | list[int]:
+    return budget if isinstance(budget, int) else list(budget)
+
+
+def _to_dict(policy: EvictionPolicy) -> dict[str, Any]:
+    values = {f.name: getattr(policy, f.name) for f in fields(policy)}  # type: ignore[arg-type]
+    nested = {k: _to_dict(v) if isinstance(v, EvictionPolicy) else v for k, v in values.items()}
+    return {"policy": type(policy).__name__, **nested}
+
+
+def _layer(entry: Any, where: str) -> LayerPlan:
+    if not isinstance(entry, dict) or "budget" not in entry:
+        raise ValueError(f"{where}: an entry needs `policy` and `budget`, got {entry!r}.")
+    budget = entry["budget"]
+    numbers = budget if isinstance(budget, list) else [budget]
+    if not numbers or not all(isinstance(b, int) and b > 0 for b in numbers):
+        raise ValueError(f"{where}: budget {budget!r}; pass tokens, or a list with one a KV head.")
+    described = {k: v for k, v in entry.items() if k != "budget"}
+    policy = policy_from(described, where)
+    return LayerPlan(policy=policy, budget=tuple(budget) if isinstance(budget, list) else budget)
+
+
+def policy_from(description: Mapping[str, Any], where: str = "policy") -> EvictionPolicy:
+    """The policy that {"policy": its name, argument: value, …} describes; policies may nest."""
+    arguments = dict(description)
+    name = arguments.pop("policy", None)
+    if name not in POLICIES:
+        raise ValueError(f"{where}: no policy {name!r}; choose one of: {', '.join(POLICIES)}.")
+    nested = {
+        k: policy_from(v, f"{where}, {k}") if isinstance(v, dict) else v
+        for k, v in arguments.items()
+    }
+    try:
+        return POLICIES[name](**nested)
+    except TypeError as error:
+        known = ", ".join(f.name for f in fields(POLICIES[name])) or "none"  # type: ignore[arg-type]
+        raise ValueError(f"{where}: {name} takes {known}; got {', '.join(nested)}.") from error

@@ -1,0 +1,60 @@
+"""A prefill that policies can watch: each layer's queries, keys and values."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from polykv_lib.hf import compat
+from polykv_lib.kv import LayerKV, Queries
+
+T = TypeVar("T")
+
+
+class ObservedLayer(DynamicLayer):
+    """An ordinary cache layer that hands what its attention saw to a function, once."""
+
+    def __init__(self, see: Callable[[LayerKV], Any]):
+        """`see` is called after the layer's attention."""
+        super().__init__()
+        self.see = see
+
+    def update(
+        self,
+        key_states: Float[Tensor, "batch head token dim"],
+        value_states: Float[Tensor, "batch head token dim"],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "batch head token dim"], Float[Tensor, "batch head token dim"]]:
+        """Append and return keys and values; the keys carry the handle."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        keys.polykv_observer = self
+        return keys, values
+
+    def after_attention(self, queries: Queries, scale: float | None) -> None:
+        """Called by the attention function."""
+        self.see(LayerKV(keys=self.keys, values=self.values, queries=queries, scale=scale))
+
+
+@torch.no_grad()
+def observe(
+    model: PreTrainedModel, ids: Tensor, see: Callable[[int, LayerKV], T]
+) -> tuple[list[LayerKV], list[T]]:
+    """One prefill: every layer's keys and values, and what `see(layer, observation)` returned.
+
+    Queries are held for one layer at a time.
+    """
+    seen: dict[int, T] = {}
+
+    def watch(index: int) -> Callable[[LayerKV], None]:
+        return lambda layer: seen.update({index: see(index, layer)})
+
+    n_layers = model.config.get_text_config().num_hidden_layers
+    cache = Cache(layers=[ObservedLayer(watch(i)) for i in range(n_layers)])
+    compat.forward(model.base_model, ids.to(model.device), cache)
+    layers = [LayerKV(keys=layer.keys, values=layer.values) for layer in cache.layers]
+    return layers, [seen[i] for i in range(n_layers)]
