@@ -39,8 +39,9 @@ def equal_slopes(curves: Sequence[Sequence[tuple[int, float]]], total: int) -> l
     """The budgets that minimise the sum of error curves under a total.
 
     Each unit's curve lists (tokens, error) by ascending tokens; its first point is the unit's
-    floor, its last one the most it may get. On the lower convex hull of every curve the steepest remaining
-    segment is spent first, so that all units end at equal slopes; ties go to the earlier unit.
+    floor, its last one the most it may get. On the lower convex hull of every curve the steepest
+    remaining segment is spent first, so that all units end at equal slopes; ties go to the earlier
+    unit.
     """
     hulls = [_lower_hull(curve) for curve in curves]
     budgets = [hull[0][0] for hull in hulls]
