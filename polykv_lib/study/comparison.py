@@ -88,12 +88,7 @@ def same_protocol(records: Sequence[Record], papers_root: Path) -> pd.DataFrame:
 
 def _answer(row: Published, ours: pd.DataFrame) -> Ours:
     if row.paper != POOL:
-        reason = (
-            "eviction is not part of this release"
-            if row.table.startswith("Table")
-            else ("LongBench is not part of this release")
-        )
-        return Ours(status=NOT_RUN, why=reason)
+        return Ours(status=NOT_RUN, why="the published models and benchmarks need a GPU")
     if row.metric in _MEMORY:
         return _MEMORY[row.metric](row, ours)
     return _quality(row, ours)
@@ -194,7 +189,8 @@ def _nearest(runs: pd.DataFrame, row: Published) -> dict[str, Any]:
     """The run on the published text if there is one, of those the one nearest in cached tokens."""
     on_text = pick(runs, text=row.text)
     runs = on_text if len(on_text) else runs
-    distance = (pd.to_numeric(runs["prefix_tokens"]) - cached_tokens(row.label_tokens)).abs()
+    held = runs.reindex(columns=["prefix_tokens", "context_tokens"]).bfill(axis=1).iloc[:, 0]
+    distance = (pd.to_numeric(held) - cached_tokens(row.label_tokens)).abs()
     nearest = runs.iloc[int(distance.fillna(0).argmin())]
     return {str(name): value for name, value in nearest.items()}
 
