@@ -21,7 +21,7 @@ def draw(ax: Axes) -> None:
     ax.axis("off")
     _page(ax, 0.08, 1.45, "document", "T tokens")
     _box(ax, 1.55, 1.5, 1.15, 1.2, "prefill", "once, by any\nsupported\nmodel", PLAIN)
-    _box(ax, 3.1, 1.5, 1.1, 1.2, "evict", "by layer\n(not in this\nrelease)", PLAIN, dashed=True)
+    _box(ax, 3.05, 1.5, 1.2, 1.2, "evict", "each layer\nits own policy\nand budget", PLAIN)
     _box(ax, 4.75, 2.35, 1.45, 0.95, "keys", "int8,\nscale a channel", KEY)
     _box(ax, 4.75, 0.9, 1.45, 0.95, "values", "rotate, 3-bit codes,\nfp16 norms", VALUE)
     _cylinder(
@@ -36,8 +36,8 @@ def draw(ax: Axes) -> None:
     _box(ax, 10.0, 1.5, 0.9, 1.2, "metrics", "tables,\nfigures", PLAIN)
     for start, end in (((1.12, 2.1), (1.52, 2.1)), ((2.72, 2.1), (3.07, 2.1))):
         _arrow(ax, start, end)
-    _arrow(ax, (4.22, 2.2), (4.72, 2.8), KEY, "K")
-    _arrow(ax, (4.22, 2.0), (4.72, 1.4), VALUE, "V")
+    _arrow(ax, (4.28, 2.2), (4.72, 2.8), KEY, "K")
+    _arrow(ax, (4.28, 2.0), (4.72, 1.4), VALUE, "V")
     _arrow(ax, (6.22, 2.8), (6.73, 2.35), KEY)
     _arrow(ax, (6.22, 1.4), (6.73, 1.85), VALUE)
     _bracket(ax, 0.08, 8.05, "paid once a document")
@@ -63,16 +63,14 @@ def _box(
     name: str,
     text: str,
     colour: str,
-    dashed: bool = False,
 ) -> None:
     outline = FancyBboxPatch(
         (x, y),
         width,
         height,
         boxstyle="round,pad=0,rounding_size=0.08",
-        facecolor="white" if dashed else f"{colour}22",
+        facecolor=f"{colour}22",
         edgecolor=colour,
-        linestyle="--" if dashed else "-",
         linewidth=1.3,
     )
     ax.add_patch(outline)
