@@ -13,7 +13,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from polykv_lib.hf import embedded, models
+from polykv_lib.hf import embedded, models, placement
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -214,8 +214,8 @@ def test_a_t4_gets_float16_even_where_torch_claims_bfloat16(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    assert models.default_dtype(torch.device("cuda")) == dtype
-    assert models.default_dtype(torch.device("cpu")) == torch.float32
+    assert placement.default_dtype(torch.device("cuda")) == dtype
+    assert placement.default_dtype(torch.device("cpu")) == torch.float32
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -297,6 +297,23 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"device='cuda:0', but torch sees no GPU here"):
         load_model("smollm2-135m", device="cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_gpus", "options"),
+    [
+        (None, 2, {"device_map": "sequential", "max_memory": {0: 8000, 1: 8000}}),
+        (None, 1, {}),
+        ("cuda:1", 2, {}),
+    ],
+)
+def test_only_several_gpus_with_none_asked_for_are_filled_in_order(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, n_gpus: int, options: dict[str, object]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 16_000))
+    assert placement.spread(asked, torch.device("cuda")) == options
+    assert placement.spread(asked, torch.device("cpu")) == {}
 
 
 # --- fingerprints ---------------------------------------------------------------------------------
