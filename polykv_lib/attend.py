@@ -6,7 +6,8 @@ arXiv:2402.05099).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import reduce
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -69,7 +70,7 @@ class Piece(Protocol):
 
 def attend_pieces(
     q: Float[Tensor, "agent q_head query dim"],
-    pieces: Iterable[Piece],
+    pieces: Sequence[Piece],
     n_heads: int,
     scale: float,
 ) -> tuple[Float[Tensor, "agent q_head query dim"], Float[Tensor, "agent q_head query"]]:
@@ -86,12 +87,11 @@ def attend_pieces(
     """
     agents, _, queries, _ = q.shape
     rows = fold(q, n_heads).float()
-    out = torch.zeros_like(rows)
-    lse = rows.new_full(rows.shape[:2], -math.inf)
+    of_all_heads = [p for p in pieces if p.heads is None]
+    parts = [_attend_piece(rows, piece, scale, q.dtype) for piece in of_all_heads]
+    out, lse = reduce(lambda a, b: merge(*a, *b), parts) if parts else _nothing(rows)
     for piece in pieces:
-        if piece.heads is None:
-            out, lse = merge(out, lse, *_attend_piece(rows, piece, scale, q.dtype))
-        else:
+        if piece.heads is not None:
             heads = list(piece.heads)
             part = _attend_piece(rows[heads], piece, scale, q.dtype)
             out[heads], lse[heads] = merge(out[heads], lse[heads], *part)
@@ -102,8 +102,7 @@ def _attend_piece(rows: Rows, piece: Piece, scale: float, dtype: torch.dtype) ->
     queries = piece.keys.to_levels(rows) * scale
     n_heads, n_rows, _ = rows.shape
     step = min(BLOCK, max(256, MAX_SCORES // (n_heads * max(n_rows, 1))))
-    out = torch.zeros_like(rows)
-    lse = rows.new_full(rows.shape[:2], -math.inf)
+    out, lse = _nothing(rows)
     for start in range(0, piece.n_tokens, step):
         stop = min(start + step, piece.n_tokens)
         scores = queries @ piece.keys.levels(start, stop, torch.float32).mT
@@ -119,6 +118,11 @@ def _attend_piece(rows: Rows, piece: Piece, scale: float, dtype: torch.dtype) ->
         part = (weights.to(dtype) @ piece.values.levels(start, stop, dtype)).float()
         out, lse = (part, part_lse) if start == 0 else merge(out, lse, part, part_lse)
     return piece.values.from_levels(out), lse
+
+
+def _nothing(rows: Rows) -> tuple[Rows, Lse]:
+    """Attention over no token at all."""
+    return torch.zeros_like(rows), rows.new_full(rows.shape[:2], -math.inf)
 
 
 def attend(
