@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polykv_lib.evict import Plan
-    from polykv_lib.hf import ask, build_pool, load_model, load_pool, prefill, prepare
+    from polykv_lib.hf import ask, build_pool, calibrate, load_model, load_pool, prefill, prepare
     from polykv_lib.hf import document_ids as document_ids
     from polykv_lib.pool import SharedKVPool
     from polykv_lib.quantize import Affine, FullPrecision, Int8, TurboQuant
@@ -24,6 +24,7 @@ _HOMES = {
     "SharedKVPool": "pool",
     "ask": "hf",
     "build_pool": "hf",
+    "calibrate": "hf",
     "document_ids": "hf",
     "load_model": "hf",
     "load_pool": "hf",
@@ -40,6 +41,7 @@ __all__ = [
     "TurboQuant",
     "ask",
     "build_pool",
+    "calibrate",
     "document_ids",
     "load_model",
     "load_pool",

@@ -11,17 +11,21 @@ from polykv_lib.hf.build import (
     share,
 )
 from polykv_lib.hf.caches import AgentCache, dense_bytes
+from polykv_lib.hf.calibration import calibrate
 from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
+from polykv_lib.hf.validation import evaluate_plans
 
 __all__ = [
     "AgentCache",
     "PooledAgent",
     "ask",
     "build_pool",
+    "calibrate",
     "dense_bytes",
     "document_ids",
+    "evaluate_plans",
     "evict_document",
     "expanded_cache",
     "full_cache",

@@ -1,0 +1,35 @@
+"""What was measured over a few texts -> a plan; `hf.calibration` makes the passes over a model."""
+
+from polykv_lib.calibration.items import Item
+from polykv_lib.calibration.measured import Measured, Measurements, from_json, to_json
+from polykv_lib.calibration.recompute import attend_visible, compare, tail_scores
+from polykv_lib.calibration.solve import Calibration, Recipe, signals, solve
+from polykv_lib.calibration.validate import (
+    PlanScore,
+    by_family,
+    choose,
+    macro_kl,
+    regrets,
+    shuffled,
+)
+
+__all__ = [
+    "Calibration",
+    "Item",
+    "Measured",
+    "Measurements",
+    "PlanScore",
+    "Recipe",
+    "attend_visible",
+    "by_family",
+    "choose",
+    "compare",
+    "from_json",
+    "macro_kl",
+    "regrets",
+    "shuffled",
+    "signals",
+    "solve",
+    "tail_scores",
+    "to_json",
+]

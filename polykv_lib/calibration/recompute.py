@@ -1,0 +1,74 @@
+"""One layer's attention again, over the tokens that an eviction kept.
+
+When a single layer is evicted, what enters that layer does not change. So its output under any
+policy and budget follows, exactly, from the queries, keys and values of one pass over the full
+cache: no further pass of the model is needed.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from polykv_lib.kv import LayerKV
+
+TailScores = Float[Tensor, "head group tail token"]
+Parts = Float[Tensor, "head tail channel"]  # what each KV head adds to a layer's output
+
+
+def tail_scores(layer: LayerKV) -> TailScores:
+    """Causal scores q . k in fp32 of the last tokens' queries over all tokens.
+
+    Args:
+        layer: keys and values of context and tail, queries of the tail alone (batch 1).
+    """
+    if layer.queries is None:
+        raise ValueError("the observation holds no queries; pass LayerKV(queries=…).")
+    _, n_heads, n_tokens, _ = layer.keys.shape
+    queries = layer.queries[0].float().unflatten(0, (n_heads, -1))
+    scores = queries @ layer.keys[0, :, None].float().mT * layer.softmax_scale
+    n_tail = queries.shape[2]
+    hidden = torch.ones(n_tail, n_tokens, dtype=torch.bool, device=scores.device)
+    return scores.masked_fill(hidden.triu(n_tokens - n_tail + 1), -math.inf)
+
+
+def attend_visible(
+    scores: TailScores, layer: LayerKV, visible: Bool[Tensor, "head context"] | None = None
+) -> Parts:
+    """Outputs of each KV head's query heads, side by side: channel = group * dim.
+
+    Args:
+        scores: of `tail_scores`.
+        layer: the observation that they belong to.
+        visible: the context tokens that each head kept; None: all. The tail sees itself always.
+    """
+    if visible is not None:
+        n_tail = scores.shape[2]
+        seen = functional.pad(visible, (0, n_tail), value=True)
+        scores = scores.masked_fill(~seen[:, None, None], -math.inf)
+    out = scores.softmax(-1) @ layer.values[0, :, None].float()
+    return out.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far an evicted layer's output is from the full one."""
+
+    error: float  # ||full - evicted||_F / ||full||_F over the tail's tokens
+    head_errors: tuple[float, ...]  # the same, if only this KV head were evicted
+    cosine: float  # mean over the tail's tokens
+
+
+def compare(full: Parts, evicted: Parts) -> Difference:
+    """Errors and cosine of a layer's output, which is the sum of its KV heads' parts."""
+    change = full - evicted
+    whole = full.sum(0)
+    norm = whole.norm()
+    return Difference(
+        error=float(change.sum(0).norm() / norm),
+        head_errors=tuple((change.flatten(1).norm(dim=1) / norm).tolist()),
+        cosine=float(functional.cosine_similarity(whole, evicted.sum(0), dim=-1).mean()),
+    )

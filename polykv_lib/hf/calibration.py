@@ -1,0 +1,219 @@
+"""A few texts -> a plan: `calibrate`, and the measurements behind it, kept by fingerprint."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Final, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from polykv_lib.calibration import (
+    Calibration,
+    Item,
+    Measurements,
+    Recipe,
+    from_json,
+    solve,
+    to_json,
+)
+from polykv_lib.calibration.solve import BudgetSignal, PatternSignal
+from polykv_lib.evict import H2O, TOVA, EvictionPolicy, KeyDiff, Plan, SnapKV
+from polykv_lib.evict.controls import Guarded
+from polykv_lib.hf.attention import prepare
+from polykv_lib.hf.embedded import cache_folder
+from polykv_lib.hf.models import model_fingerprint
+from polykv_lib.hf.prompts import document_ids
+from polykv_lib.hf.single_layer import Settings, measure_item
+
+# Every candidate with 4 sinks and 16 recent tokens protected, inside its budget.
+CANDIDATES: Final[tuple[EvictionPolicy, ...]] = tuple(
+    Guarded(policy=policy) for policy in (H2O(recent=0.0), TOVA(), SnapKV(window=16), KeyDiff())
+)
+FRACTIONS: Final = (0.06, 0.12, 0.25, 0.4, 0.6, 0.8)  # of the context: points of an error curve
+TEXT_TOKENS: Final = 1024  # of a plain text that are used
+SCORED_TOKENS: Final = 64  # of them, at most, and at most a quarter
+VERSION: Final = 1  # raise it when the same settings measure something else
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str | Item],
+    *,
+    budget: int | float,
+    n_tokens: int | None = None,
+    pattern_signal: PatternSignal = "error",
+    budget_signal: BudgetSignal = "gain_curve",
+    level: Literal["layer", "head"] = "layer",
+    inverse_patterns: bool = False,
+    inverse_budgets: bool = False,
+    policies: Sequence[EvictionPolicy] = CANDIDATES,
+    activation: Literal["o_proj", "heads"] = "o_proj",
+    say: Callable[[str], None] | None = None,
+) -> Plan:
+    """Each layer's policy and budget from a few texts, none of which should be a test text.
+
+    About 12 items do, at least half of them retrieval (a needle among keys, a chain, a sentence to
+    quote): plain text alone does not show which layers retrieve. Nothing is drawn by chance, so the
+    same texts and settings give the same plan, byte for byte.
+
+    Args:
+        model: any supported model; prepared here if it was not.
+        tokenizer: of the model, for the plain texts.
+        texts: items, or plain texts, whose last tokens (64, or a quarter) are then the answer.
+        budget: mean tokens for each layer and KV head, or (a float) a fraction of the document.
+        n_tokens: length of the documents that the plan is for; the items' mean unless given.
+        pattern_signal: what chooses policies (`calibration.Recipe`).
+        budget_signal: what shares out the budgets.
+        level: budgets for layers, or for each KV head.
+        inverse_patterns: the worst policies by the signal: a control.
+        inverse_budgets: the budgets in the opposite order: a control.
+        policies: the candidates.
+        activation: what cosine and error compare, by default the attention's output after o_proj.
+        say: told about progress and time left.
+
+    Raises:
+        ValueError: no text, an empty one, one too long for the model, or an impossible budget.
+    """
+    recipe = Recipe(
+        pattern_signal=pattern_signal,
+        budget_signal=budget_signal,
+        level=level,
+        inverse_patterns=inverse_patterns,
+        inverse_budgets=inverse_budgets,
+    )
+    return run(
+        model,
+        tokenizer,
+        texts,
+        budget=budget,
+        n_tokens=n_tokens,
+        recipe=recipe,
+        policies=policies,
+        activation=activation,
+        say=say,
+    ).plan
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str | Item],
+    *,
+    budget: int | float,
+    n_tokens: int | None = None,
+    recipe: Recipe | None = None,
+    policies: Sequence[EvictionPolicy] = CANDIDATES,
+    activation: Literal["o_proj", "heads"] = "o_proj",
+    say: Callable[[str], None] | None = None,
+) -> Calibration:
+    """The plan of `calibrate` with its signals, its curves and the ids of its texts."""
+    recipe = recipe or Recipe()
+    items = items_of(tokenizer, texts)
+    length = round(fmean(len(i.context_ids) for i in items)) if n_tokens is None else n_tokens
+    target = budget if isinstance(budget, float) else budget / length
+    asked = {recipe.budget_signal, None if recipe.policy else recipe.pattern_signal}
+    measured = measure(
+        model,
+        items,
+        target=target,
+        policies=policies,
+        activation=activation,
+        single_layer=bool(asked & {"gain_curve", "ppl"}),
+        say=say,
+    )
+    return solve(measured, recipe, n_tokens=length)
+
+
+def items_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | Item]) -> tuple[Item, ...]:
+    """Items as they are; a plain text opens a chat turn as a document does, and is continued.
+
+    Raises:
+        ValueError: no text, or one too short to be cut into context and continuation.
+    """
+    if isinstance(texts, str) or not texts:
+        raise ValueError(f"texts={texts!r}; pass a list of at least one text or item.")
+    return tuple(t if isinstance(t, Item) else _continuation(tokenizer, t) for t in texts)
+
+
+def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> Item:
+    ids = document_ids(tokenizer, text)[0, :TEXT_TOKENS].tolist()
+    n_scored = min(SCORED_TOKENS, len(ids) // 4)
+    if not n_scored:
+        raise ValueError(f"the text {text!r} has {len(ids)} tokens; at least 4 are needed.")
+    cut = len(ids) - n_scored - 1
+    return Item(
+        id=f"text {hashlib.sha256(text.encode()).hexdigest()[:16]}",
+        family="text",
+        context_ids=tuple(ids[:cut]),
+        question_ids=(ids[cut],),
+        answer_ids=tuple(ids[cut + 1 :]),
+    )
+
+
+def measure(
+    model: PreTrainedModel,
+    items: Sequence[Item],
+    *,
+    target: float,
+    policies: Sequence[EvictionPolicy] = CANDIDATES,
+    fractions: Sequence[float] = FRACTIONS,
+    activation: Literal["o_proj", "heads"] = "o_proj",
+    single_layer: bool = True,
+    say: Callable[[str], None] | None = None,
+    folder: Path | None = None,
+) -> Measurements:
+    """Every signal of every item, from which `calibration.solve` makes any number of plans.
+
+    What was measured before for the same model, items and settings is read from the user's cache
+    folder (or `folder`).
+
+    Raises:
+        ValueError: a target that is no fraction, no item, no candidate, or too long an item.
+    """
+    if not 0 < target <= 1:
+        raise ValueError(f"the budget is {target:.3g} of the context; pass a fraction in (0, 1].")
+    if not items or not policies:
+        raise ValueError(f"{len(items)} items and {len(policies)} policies; pass at least one.")
+    settings = Settings(
+        policies=tuple(policies),
+        fractions=tuple(sorted({*fractions, target})),
+        target=target,
+        activation=activation,
+        single_layer=single_layer,
+    )
+    prepare(model)
+    path = (
+        folder or cache_folder() / "calibration"
+    ) / f"{_fingerprint(model, items, settings)}.json"
+    if path.is_file():
+        measured = from_json(path.read_text(encoding="utf-8"))
+    else:
+        start = time.perf_counter()
+        measured = ()
+        for item in items:
+            measured += (measure_item(model, item, settings),)
+            if say is not None:
+                left = (time.perf_counter() - start) / len(measured) * (len(items) - len(measured))
+                say(f"{len(measured)} of {len(items)} items measured, about {left:.0f} s left")
+        _write(path, to_json(measured))
+    return Measurements(
+        policies=settings.policies, fractions=settings.fractions, target=target, items=measured
+    )
+
+
+def _fingerprint(model: PreTrainedModel, items: Sequence[Item], settings: Settings) -> str:
+    covered = [VERSION, model_fingerprint(model), [asdict(item) for item in items], repr(settings)]
+    return hashlib.sha256(json.dumps(covered).encode()).hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,258 @@
+"""One evicted layer, recomputed and swapped, against real runs; plans from tiny models."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.testing import assert_close
+from transformers import PreTrainedTokenizerFast
+
+import polykv_lib as pk
+from polykv_lib import hf
+from polykv_lib.calibration import Item, Recipe, solve
+from polykv_lib.evict import H2O, FullKV, KeyDiff, LayerPlan, Plan, StreamingLLM
+from polykv_lib.hf import calibration, single_layer
+from polykv_lib.hf.single_layer import Settings, answer_logits, measure_item
+
+POLICIES = (H2O(recent=0.0), KeyDiff(), StreamingLLM())
+N, TARGET = 48, 0.25
+SETTINGS = Settings(policies=POLICIES, fractions=(0.125, TARGET, 0.5), target=TARGET)
+LOSSLESS = {"keys": pk.FullPrecision(), "values": pk.FullPrecision()}
+
+
+@pytest.fixture
+def item(tokens):
+    def make(seed=0, family="a", n=N):
+        ids = tokens(1, n + 9, seed=seed)[0].tolist()
+        return Item(
+            id=f"{family}{seed}", family=family,
+            context_ids=tuple(ids[:n]), question_ids=tuple(ids[n : n + 5]),
+            answer_ids=tuple(ids[n + 5 :]),
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def own_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def only(layer, policy, budget, n_layers=2):
+    """A plan that evicts one layer; budgets may differ by head."""
+    full = LayerPlan(policy=FullKV(), budget=N)
+    own = LayerPlan(policy=policy, budget=budget)
+    return Plan(layers=tuple(own if i == layer else full for i in range(n_layers)))
+
+
+def real_outputs(model, item, plan, layer):
+    """What a layer's o_proj returned while question and answer were read over a plan's cache."""
+    cache = pk.prefill(model, torch.tensor([item.context_ids]), plan)
+    caught = []
+    project = model.base_model.layers[layer].self_attn.o_proj
+    hook = project.register_forward_hook(lambda _, __, out: caught.append(out[0]))
+    logits = answer_logits(model, cache, item)
+    hook.remove()
+    return caught[0], logits
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_local_recomputation_is_a_real_run_with_only_that_layer_evicted(model, item, layer):
+    given = item()
+    found = measure_item(model, given, replace(SETTINGS, single_layer=False))
+    full, _ = real_outputs(model, given, Plan.uniform(FullKV(), N, 2), layer)
+    for p, policy in enumerate(POLICIES):
+        for point, fraction in enumerate(SETTINGS.fractions):
+            budget = round(fraction * N)
+            out, _ = real_outputs(model, given, only(layer, policy, budget), layer)
+            error = float((full - out).norm() / full.norm())
+            assert found.error[layer, p, point] == pytest.approx(error, abs=1e-5)
+            assert error > 1e-4
+            for head in range(2):
+                budgets = tuple(budget if h == head else N for h in range(2))
+                out, _ = real_outputs(model, given, only(layer, policy, budgets), layer)
+                want = float((full - out).norm() / full.norm())
+                assert found.head_error[layer, head, p, point] == pytest.approx(want, abs=1e-5)
+        out, _ = real_outputs(model, given, only(layer, policy, round(TARGET * N)), layer)
+        cosine = torch.cosine_similarity(full, out, dim=-1).mean()
+        assert found.cosine[layer, p] == pytest.approx(float(cosine), abs=1e-5)
+    assert found.nll is None
+
+
+def test_a_swapped_layer_is_a_pool_with_the_full_cache_elsewhere(llama, item):
+    given = item()
+    found = measure_item(llama, given, SETTINGS)
+    dense = hf.full_cache(hf.read_document(llama, torch.tensor([given.context_ids])))
+    full = answer_logits(llama, dense, given).log_softmax(-1)
+    targets = torch.tensor(given.answer_ids)
+    nll = -full.gather(1, targets[:, None]).mean()
+    assert found.full_nll == pytest.approx(float(nll), abs=1e-5)
+    for layer in range(2):
+        for p, policy in enumerate(POLICIES):
+            _, logits = real_outputs(llama, given, only(layer, policy, 12), layer)
+            own = logits.log_softmax(-1)
+            assert found.nll[layer, p] == pytest.approx(
+                float(-own.gather(1, targets[:, None]).mean()), abs=1e-5
+            )
+            kl = (full.exp() * (full - own)).sum(-1).mean()
+            assert found.kl[layer, p] == pytest.approx(float(kl), abs=1e-5)
+            assert kl > 1e-5
+
+
+def test_answers_are_what_a_plain_forward_predicts(model, item):
+    given = item()
+    everything = torch.tensor([given.context_ids + given.tail_ids])
+    dense = hf.full_cache(hf.read_document(model, torch.tensor([given.context_ids])))
+    with torch.no_grad():
+        plain = model(everything).logits[0, -len(given.answer_ids) :]
+    assert_close(answer_logits(model, dense, given), plain, atol=1e-5, rtol=0.0)
+
+
+def test_the_entropy_is_that_of_the_models_own_attention(llama, item):
+    given = item()
+    found = measure_item(llama, given, replace(SETTINGS, single_layer=False))
+    llama.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = llama(torch.tensor([given.context_ids]), output_attentions=True).attentions
+    pk.prepare(llama)
+    for matrix, entropy in zip(attentions, found.entropy, strict=True):
+        p = matrix[0].mean((0, 1))
+        assert entropy == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_a_plan_spends_what_a_uniform_one_does_and_is_the_same_every_time(
+    llama, words, item, tmp_path, level
+):
+    items = [item(s, f) for s, f in enumerate("aab")]
+    texts = []
+    for folder in ("first", "second"):
+        plan = pk.calibrate(llama, words, items, budget=TARGET, level=level, policies=POLICIES)
+        assert plan.total(n_heads=2) == 2 * 2 * 12
+        texts.append(plan.save(tmp_path / f"{folder}.yaml").read_bytes())
+        [file] = (tmp_path / "polykv" / "calibration").glob("*.json")
+        file.unlink()  # measured anew
+    assert texts[0] == texts[1]
+    _, [kept] = hf.evict_document(llama, torch.tensor([items[0].context_ids]), [plan])
+    assert sum(len(head) for layer in kept for head in layer) == 48
+
+
+def test_measurements_are_kept_by_fingerprint(llama, tiny_model, item, monkeypatch, tmp_path):
+    items, said = [item(0), item(1)], []
+    arguments = {"target": TARGET, "policies": POLICIES, "say": said.append}
+    first = calibration.measure(llama, items, **arguments)
+    assert [s.partition(",")[0] for s in said] == [
+        "1 of 2 items measured", "2 of 2 items measured"
+    ]  # fmt: skip
+    assert said[1].endswith("about 0 s left")
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "measure_item", None)
+        again = calibration.measure(llama, items, **arguments)
+    for a, b in zip(first.items, again.items, strict=True):
+        assert json.dumps(vars(a), default=np.ndarray.tolist) == json.dumps(
+            vars(b), default=np.ndarray.tolist
+        )
+    other = tiny_model("Llama")
+    other.base_model.layers[1].self_attn.k_proj.weight.data *= 2
+    for model, texts, more in (
+        (other, items, {}),
+        (llama, items[:1], {}),
+        (llama, items, {"activation": "heads"}),
+        (llama, items, {"target": 0.5}),
+    ):
+        calibration.measure(model, texts, **(arguments | more))
+    assert len(list((tmp_path / "polykv" / "calibration").glob("*.json"))) == 5
+
+
+def test_no_pass_for_a_layer_unless_a_signal_needs_it(llama, words, item, monkeypatch):
+    monkeypatch.setattr(single_layer, "_swap", None)
+    cheap = {"budget": 12, "policies": POLICIES, "n_tokens": N}
+    pk.calibrate(llama, words, [item()], **cheap, pattern_signal="cosine", budget_signal="entropy")
+    with pytest.raises(TypeError, match="not callable"):
+        pk.calibrate(llama, words, [item()], **cheap, pattern_signal="cosine", budget_signal="ppl")
+
+
+def test_inverse_patterns_are_the_worst_by_the_signal(llama, item):
+    measured = calibration.measure(llama, [item()], target=TARGET, policies=POLICIES)
+    cosine = measured.items[0].cosine
+    for inverse, best in ((False, cosine.argmax(1)), (True, cosine.argmin(1))):
+        recipe = Recipe(pattern_signal="cosine", budget_signal="uniform", inverse_patterns=inverse)
+        plan = solve(measured, recipe, n_tokens=N).plan
+        assert [layer.policy for layer in plan.layers] == [POLICIES[i] for i in best]
+    assert (cosine.argmax(1) != cosine.argmin(1)).all()
+
+
+def test_calibration_records_its_texts(llama, words, item):
+    items = [item(3, "quote"), item(4, "needle", n=40)]
+    found = calibration.run(llama, words, items, budget=0.25, policies=POLICIES)
+    assert found.item_ids == ("quote3", "needle4")
+    assert found.n_tokens == 44
+    assert set(found.signals) == {"cosine", "entropy", "ppl", "ppl_max", "kl", "gain"}
+    assert [curve[-1] for curve in found.curves] == [(44, 0.0)] * 2
+
+
+def test_plans_are_scored_on_one_prefill(llama, item):
+    items = [item(0), item(1, "b", n=40)]
+    uniform = Plan.uniform(KeyDiff(), 10, 2)
+    plans = {
+        "full": Plan.uniform(FullKV(), 1, 2),
+        "uniform": uniform,
+        "quarter": lambda n: Plan.uniform(KeyDiff(), n // 4, 2),
+    }
+    rows = hf.evaluate_plans(llama, items, plans)
+    assert [(r.item, r.plan, r.kept) for r in rows] == [
+        ("a0", "full", 192), ("a0", "uniform", 40), ("a0", "quarter", 48),
+        ("b1", "full", 160), ("b1", "uniform", 40), ("b1", "quarter", 40),
+    ]  # fmt: skip
+    assert rows[0].kl == pytest.approx(0.0, abs=1e-6)
+    assert rows[0].nll == pytest.approx(rows[0].full_nll, abs=1e-5)
+    assert rows[1].kl > 1e-4
+    pool = pk.build_pool(llama, torch.tensor([items[1].context_ids]), **LOSSLESS, plan=uniform)
+    logits = answer_logits(llama, pool.agent_cache(1), items[1]).log_softmax(-1)
+    nll = -logits.gather(1, torch.tensor(items[1].answer_ids)[:, None]).mean()
+    assert rows[4].nll == pytest.approx(float(nll), abs=1e-5)
+
+
+@pytest.fixture(scope="session")
+def words():
+    """A tokenizer without a chat template: a token a word, by its length."""
+    vocabulary = {"x" * n: n for n in range(1, 20)} | {"?": 0}
+    raw = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+def test_a_plain_text_is_continued(words):
+    [found] = calibration.items_of(words, [" ".join("x" * n for n in range(1, 9))])
+    assert found.context_ids == (1, 2, 3, 4, 5)
+    assert found.question_ids == (6,)
+    assert found.answer_ids == (7, 8)
+    assert found.family == "text"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"texts": []}, r"texts=\[\]; pass a list of at least one text"),
+        ({"texts": "a text"}, "pass a list of at least one text"),
+        ({"texts": ["x xx"]}, "has 2 tokens; at least 4 are needed"),
+        ({"budget": 1.5}, "the budget is 1.5 of the context; pass a fraction"),
+        ({"budget": 0}, "the budget is 0 of the context"),
+        ({"budget": 96}, "the budget is 2 of the context"),
+        ({"policies": ()}, "1 items and 0 policies; pass at least one"),
+    ],
+)
+def test_what_can_not_be_calibrated(llama, words, item, change, message):
+    arguments = {"texts": [item()], "budget": 0.25, "policies": POLICIES} | change
+    with pytest.raises(ValueError, match=message):
+        pk.calibrate(llama, words, **arguments)
+
+
+def test_an_item_longer_than_the_model(llama, words, item):
+    with pytest.raises(ValueError, match=r"item 'a0' has 608 tokens, but the model has 512"):
+        pk.calibrate(llama, words, [item(n=600)], budget=0.25)
