@@ -7,8 +7,9 @@ row     one query of one query head, folded onto the KV head that it reads
 Keys are stored after RoPE, in the order of Hugging Face: batch, head, token, dim.
 """
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -23,16 +24,23 @@ KeptTokens: TypeAlias = Int[Tensor, " _"]  # of one head, ascending in time; hea
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKV:
-    """Keys (after RoPE) and values of one layer, for one document (batch 1).
+    """Keys (after RoPE) and values of one layer, for one document (batch 1) or several rows.
 
     An eviction policy may also look at the queries (after RoPE, of the newest tokens; at prefill of
     all) and at the factor by which q . k is multiplied before the softmax (None: head_dim ** -0.5).
+
+    What a cache remembers from step to step while it generates comes along: the tokens' positions
+    (None: consecutive from 0; -1: an empty slot), running numbers a token, by the tally that keeps them
+    (`evict/tallies.py`), and the similarity from which a merging policy merges (nan: not yet).
     """
 
     keys: Keys
     values: Values
     queries: Queries | None = None
     scale: float | None = None
+    positions: Int[Tensor, "batch head token"] | None = None
+    tallies: Mapping[Any, Scores] = field(default_factory=dict)
+    threshold: Float[Tensor, "batch head"] | None = None
 
     @property
     def softmax_scale(self) -> float:

@@ -4,13 +4,17 @@ A policy sees one layer's observation (keys, values, queries after RoPE), never 
 for each KV head; query heads that share one are averaged, unless the policy says otherwise.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from polykv_lib.kv import KeptTokens, LayerKV, Queries, Scores
+
+KeptIndex = Int[Tensor, "batch head kept"]  # ascending in time; every head keeps equally many
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,31 @@ class EvictionPolicy(Protocol):
         ...
 
 
-def queries_of(layer: LayerKV, policy: EvictionPolicy) -> Queries:
+@runtime_checkable
+class Merging(Protocol):
+    """A policy that folds evicted tokens into kept ones instead of dropping them."""
+
+    def merge(self, layer: LayerKV, kept: KeptIndex) -> LayerKV:
+        """Keys and values of the kept tokens alone, and the threshold to remember, if any."""
+        ...
+
+
+def parts(policy: EvictionPolicy) -> Iterator[EvictionPolicy]:
+    """The policy and those that it is made of."""
+    yield policy
+    if is_dataclass(policy):
+        for field in fields(policy):
+            value = getattr(policy, field.name)
+            if isinstance(value, EvictionPolicy):
+                yield from parts(value)
+
+
+def merging(policy: EvictionPolicy) -> Merging | None:
+    """What merges in a policy: itself, or the first of its parts that does."""
+    return next((part for part in parts(policy) if isinstance(part, Merging)), None)
+
+
+def queries_of(layer: LayerKV, policy: object) -> Queries:
     """The observation's queries.
 
     Raises:
@@ -68,20 +96,20 @@ def keep(policy: EvictionPolicy, layer: LayerKV, budgets: Sequence[int]) -> tupl
     if min(budgets) >= n_tokens:
         everything = torch.arange(n_tokens, device=layer.keys.device)
         return (everything,) * n_heads
-    scores = policy.score(layer)[0].float()
+    scores = policy.score(layer)[:1].float()
     return tuple(
-        _keep_head(scores[head], min(budget, n_tokens), policy.protect(budget))
+        kept_of(scores[:, head : head + 1], min(budget, n_tokens), policy.protect(budget))[0, 0]
         for head, budget in enumerate(budgets)
     )
 
 
-def _keep_head(scores: torch.Tensor, budget: int, protected: Protected) -> KeptTokens:
-    n_tokens = len(scores)
+def kept_of(scores: Scores, budget: int, protected: Protected) -> KeptIndex:
+    """The protected tokens, then those with the highest scores; ties go to the earlier token."""
+    n_tokens = scores.shape[-1]
     first = min(protected.first, budget)
     last = min(protected.last, budget - first)
-    chosen = torch.zeros(n_tokens, dtype=torch.bool, device=scores.device)
-    chosen[:first] = True
-    chosen[n_tokens - last :] = True
-    free = torch.where(chosen, -torch.inf, scores).sort(descending=True, stable=True).indices
-    chosen[free[: budget - first - last]] = True
-    return chosen.nonzero()[:, 0]
+    free = scores[..., first : n_tokens - last].float().sort(dim=-1, descending=True, stable=True)
+    best = free.indices[..., : budget - first - last] + first
+    tokens = torch.arange(n_tokens, device=scores.device).expand_as(scores)
+    kept = torch.cat([tokens[..., :first], best, tokens[..., n_tokens - last :]], -1)
+    return kept.sort(-1).values

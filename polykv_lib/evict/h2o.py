@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from polykv_lib.evict.attention import column_sums
-from polykv_lib.evict.base import Protected, queries_of
+from polykv_lib.evict.base import Protected
+from polykv_lib.evict.tallies import AttentionReceived, running
 from polykv_lib.kv import LayerKV, Scores
 
 
@@ -17,9 +17,14 @@ class H2O:
 
     recent: float = 0.5
 
+    @property
+    def tally(self) -> AttentionReceived:
+        """The sums go on while a cache generates: each step adds its own queries' attention."""
+        return AttentionReceived()
+
     def score(self, layer: LayerKV) -> Scores:
-        """Column sums of the softmax attention over all of the document's queries."""
-        return column_sums(queries_of(layer, self), layer.keys, layer.softmax_scale)
+        """Column sums of the softmax attention over all queries so far."""
+        return running(self, layer)
 
     def protect(self, budget: int) -> Protected:
         """The recent part."""

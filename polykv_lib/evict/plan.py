@@ -2,18 +2,24 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from polykv_lib.evict.base import EvictionPolicy, keep
+from polykv_lib.evict.cake import CAKE
+from polykv_lib.evict.cam import CAM
 from polykv_lib.evict.controls import FullKV, Guarded, Random
+from polykv_lib.evict.d2o import D2O
+from polykv_lib.evict.expected_attention import ExpectedAttention
 from polykv_lib.evict.h2o import H2O
 from polykv_lib.evict.key_norm import KeyNorm
 from polykv_lib.evict.keydiff import KeyDiff
+from polykv_lib.evict.merging import merged
 from polykv_lib.evict.rank_merge import RankMerge
+from polykv_lib.evict.scissorhands import Scissorhands
 from polykv_lib.evict.snapkv import SnapKV
 from polykv_lib.evict.streaming_llm import StreamingLLM
 from polykv_lib.evict.tova import TOVA
@@ -23,14 +29,19 @@ SCHEMA: Final = 1
 POLICIES: Final[dict[str, type[EvictionPolicy]]] = {
     policy.__name__: policy
     for policy in (
-        FullKV, StreamingLLM, H2O, TOVA, SnapKV, KeyDiff, KeyNorm, Random, RankMerge, Guarded,
+        FullKV, StreamingLLM, H2O, TOVA, SnapKV, CAKE, CAM, D2O, Scissorhands, ExpectedAttention,
+        KeyDiff, KeyNorm, Random, RankMerge, Guarded,
     )
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """What one layer keeps after the prefill: tokens a head, or one number for each KV head."""
+    """What one layer keeps in one phase: tokens a head, or one number for each KV head.
+
+    After the prefill that is so many tokens of the document; while generating, so many of the
+    document's and the agent's own together, after every step.
+    """
 
     policy: EvictionPolicy
     budget: int | tuple[int, ...]
@@ -46,12 +57,21 @@ class LayerPlan:
             return keep(self.policy, layer, (n_tokens,) * n_heads)
         return keep(self.policy, layer, self.budgets(n_heads))
 
+    def evict(self, layer: LayerKV) -> tuple[tuple[KeptTokens, ...], LayerKV | None]:
+        """The kept tokens of each KV head, and the layer as a merging policy changes them."""
+        kept = self.keep(layer)
+        return kept, merged(self.policy, layer, kept)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One `LayerPlan` a layer, first layer first; applied once, before the first new token."""
+    """One `LayerPlan` a layer, first layer first; applied once, before the first new token.
+
+    `decode`, if given, is applied after every later step: see `hf.EvictingCache`.
+    """
 
     layers: tuple[LayerPlan, ...]
+    decode: tuple[LayerPlan, ...] | None = None
 
     @classmethod
     def uniform(cls, policy: EvictionPolicy, budget: int, n_layers: int) -> "Plan":
@@ -63,8 +83,15 @@ class Plan:
         """One policy, each layer with its own budget."""
         return cls(layers=tuple(LayerPlan(policy=policy, budget=b) for b in budgets))
 
+    def decoding(
+        self, policy: EvictionPolicy, budgets: int | Sequence[int | tuple[int, ...]]
+    ) -> "Plan":
+        """This plan with a decode phase: one policy, one budget or one for each layer."""
+        each = (budgets,) * len(self.layers) if isinstance(budgets, int) else budgets
+        return replace(self, decode=Plan.of(policy, each).layers)
+
     def total(self, n_heads: int) -> int:
-        """Tokens of all layers and KV heads together."""
+        """Tokens of all layers and KV heads together, after the prefill."""
         return sum(sum(layer.budgets(n_heads)) for layer in self.layers)
 
     def check(self, n_layers: int, n_heads: int) -> None:
@@ -73,26 +100,29 @@ class Plan:
         Raises:
             ValueError: the number of layers, or of KV heads, is not the model's.
         """
-        if len(self.layers) != n_layers:
-            raise ValueError(
-                f"the plan has {len(self.layers)} layers, the model {n_layers}; "
-                "a plan belongs to the model it was made for."
-            )
-        for i, layer in enumerate(self.layers):
-            if len(layer.budgets(n_heads)) != n_heads:
+        for phase, layers in self._phases():
+            if len(layers) != n_layers:
                 raise ValueError(
-                    f"layer {i} of the plan has {len(layer.budgets(n_heads))} budgets, but the "
-                    f"model has {n_heads} KV heads; give one number, or one for each head."
+                    f"the {phase}plan has {len(layers)} layers, the model {n_layers}; "
+                    "a plan belongs to the model it was made for."
                 )
+            for i, layer in enumerate(layers):
+                if len(layer.budgets(n_heads)) != n_heads:
+                    raise ValueError(
+                        f"layer {i} of the {phase}plan has {len(layer.budgets(n_heads))} budgets, "
+                        f"but the model has {n_heads} KV heads; give one number, or one for each "
+                        "head."
+                    )
+
+    def _phases(self) -> list[tuple[str, tuple[LayerPlan, ...]]]:
+        later = [] if self.decode is None else [("decode ", self.decode)]
+        return [("", self.layers), *later]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as YAML, one line a layer; returns the path."""
-        lines = [f"schema: {SCHEMA}", "prefill:"]
-        for layer in self.layers:
-            entry = _to_dict(layer.policy) | {"budget": _plain(layer.budget)}
-            lines.append(
-                "- " + yaml.safe_dump(entry, default_flow_style=True, width=10_000).strip()
-            )
+        lines = [f"schema: {SCHEMA}", "prefill:", *map(_line, self.layers)]
+        if self.decode is not None:
+            lines += ["decode:", *map(_line, self.decode)]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return Path(path)
 
@@ -113,8 +143,22 @@ class Plan:
             )
         if content.get("schema", 0) > SCHEMA:
             raise ValueError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}.")
-        entries = enumerate(content["prefill"])
-        return cls(layers=tuple(_layer(entry, f"{path}, layer {i}") for i, entry in entries))
+        decode = content.get("decode")
+        if decode is not None and not isinstance(decode, list):
+            raise ValueError(f"{path}: `decode:` is a list with an entry a layer, or left out.")
+        return cls(
+            layers=_layers(content["prefill"], f"{path}, "),
+            decode=None if decode is None else _layers(decode, f"{path}, decode, "),
+        )
+
+
+def _line(layer: LayerPlan) -> str:
+    entry = _to_dict(layer.policy) | {"budget": _plain(layer.budget)}
+    return "- " + yaml.safe_dump(entry, default_flow_style=True, width=10_000).strip()
+
+
+def _layers(entries: list[Any], where: str) -> tuple[LayerPlan, ...]:
+    return tuple(_layer(entry, f"{where}layer {i}") for i, entry in enumerate(entries))
 
 
 def _plain(budget: int | tuple[int, ...]) -> int | list[int]:

@@ -1,0 +1,60 @@
+"""Scissorhands (arXiv:2305.17118): a token that mattered goes on mattering."""
+
+from dataclasses import dataclass
+
+import torch
+
+from polykv_lib.evict.attention import over_groups, window_weights
+from polykv_lib.evict.base import Protected, queries_of
+from polykv_lib.evict.tallies import extended, running
+from polykv_lib.kv import LayerKV, Scores
+
+
+@dataclass(frozen=True)
+class Unimportance:
+    """How many of the last `window` queries gave a token less than an equal share of attention.
+
+    Older counts fade by 1 / window a query instead of leaving after exactly `window` of them.
+    """
+
+    window: int
+
+    def after(self, layer: LayerKV, before: Scores | None) -> Scores:
+        """Counts of the new queries, averaged over a KV head's query heads, on the faded ones."""
+        weights = window_weights(
+            queries_of(layer, self), layer.keys, layer.softmax_scale, self.window
+        )
+        n_rows, n_tokens = weights.shape[2:]
+        visible = torch.arange(n_tokens - n_rows + 1, n_tokens + 1, device=weights.device)[:, None]
+        seen = torch.arange(n_tokens, device=weights.device) < visible
+        low = ((weights < 1 / visible) & seen).sum(2).float()
+        counts = over_groups(low, layer.keys.shape[1])
+        if before is None:
+            return counts
+        return counts + extended(before, counts) * (1 - 1 / self.window) ** n_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scissorhands:
+    """Drops the tokens that most queries of the history window found unimportant (Algorithm 2).
+
+    The newest `recent` tokens are kept. Departures: the authors drop half of a full cache at once,
+    here every step drops what exceeds the budget; counts of query heads that share a KV head are
+    averaged; while generating, old counts fade (`Unimportance`).
+    """
+
+    window: int = 400
+    recent: int = 10
+
+    @property
+    def tally(self) -> Unimportance:
+        """The counts go on while a cache generates."""
+        return Unimportance(self.window)
+
+    def score(self, layer: LayerKV) -> Scores:
+        """Minus the count."""
+        return -running(self, layer)
+
+    def protect(self, budget: int) -> Protected:
+        """The recent tokens."""
+        return Protected(last=self.recent)
