@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from polykv_lib.attend import attend, attend_pieces, merge
 from polykv_lib.hf.caches import AgentLayer
+from polykv_lib.hf.evicting_layer import EvictingLayer
 from polykv_lib.hf.observe import ObservedLayer
 
 NAME: Final = "polykv"
@@ -52,12 +53,13 @@ def attention(
     """Softmax over [shared document | own suffix]; plain sdpa where the keys carry no handle.
 
     The document's part needs no mask: every agent sees all of it. The two parts merge by their
-    log-sum-exp, so no agent ever holds a copy of the document.
+    log-sum-exp, so no agent ever holds a copy of the document. A layer that evicts (EvictingLayer)
+    attends to what it holds.
     """
     observer: ObservedLayer | None = getattr(key, "polykv_observer", None)
     if observer is not None:
         observer.after_attention(query, scaling)
-    layer: AgentLayer | None = getattr(key, "polykv_layer", None)
+    layer: AgentLayer | EvictingLayer | None = getattr(key, "polykv_layer", None)
     if layer is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -68,6 +70,11 @@ def attention(
             raise ValueError(
                 f"{type(module).__name__} uses {name} in its attention, which a pool can not do."
             )
+    if isinstance(layer, EvictingLayer):
+        out = layer.attend(
+            module, query, key, value, attention_mask, scaling, dropout=dropout, **kwargs
+        )
+        return out, None
     layer.unread = False
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None and attention_mask.is_floating_point():

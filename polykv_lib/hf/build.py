@@ -13,6 +13,7 @@ from polykv_lib.evict import Plan
 from polykv_lib.hf import compat
 from polykv_lib.hf.attention import NAME
 from polykv_lib.hf.caches import AgentCache
+from polykv_lib.hf.evicting import EvictingCache, evicting_prefill
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observe
 from polykv_lib.kv import KeptTokens, LayerKV
@@ -20,6 +21,12 @@ from polykv_lib.pool import PoolError, SharedKVPool, freeze, load
 from polykv_lib.quantize import FullPrecision, Quantizer
 
 Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
+
+
+class KeptByPlan(list[Sequence[KeptTokens]]):
+    """What a plan keeps, by layer and KV head; `merged` has the layers that merging changed."""
+
+    merged: dict[int, LayerKV]
 
 
 def build_pool(
@@ -60,17 +67,36 @@ def build_pool(
     )
 
 
-def prefill(model: PreTrainedModel, ids: Tensor, plan: Plan) -> AgentCache:
+def prefill(
+    model: PreTrainedModel,
+    ids: Tensor,
+    plan: Plan,
+    *,
+    attention_mask: Tensor | None = None,
+    chunk: int | None = None,
+) -> AgentCache | EvictingCache:
     """A cache whose layers hold what the plan keeps, and nothing else, before the first new token.
 
-    It is the cache of one agent over a lossless pool: positions go on from the tokens seen, layers
-    and heads may hold different numbers of tokens, and several tokens may be fed at once.
+    Positions go on from the tokens seen, layers and heads may hold different numbers of tokens, and
+    several tokens may be fed at once. With one row and a plan for the prefill alone it is the cache
+    of one agent over a lossless pool; else one that goes on evicting by `plan.decode`.
+
+    Args:
+        model: a prepared model.
+        ids: int64 [rows, T].
+        plan: made for this model.
+        attention_mask: 1 for tokens, 0 for padding, where rows differ in length.
+        chunk: tokens to prefill at a time; the policies evict after each chunk.
     """
-    lossless = FullPrecision()
-    cache: AgentCache = build_pool(
-        model, ids, keys=lossless, values=lossless, plan=plan
-    ).agent_cache(1)
-    return cache
+    _check_prepared(model)
+    if plan.decode is None and attention_mask is None and chunk is None and ids.shape[0] == 1:
+        lossless = FullPrecision()
+        cache: AgentCache = build_pool(
+            model, ids, keys=lossless, values=lossless, plan=plan
+        ).agent_cache(1)
+        return cache
+    check_length(model, ids.shape[1], "the document")
+    return evicting_prefill(model, ids, plan, attention_mask, chunk)
 
 
 def share(
@@ -85,6 +111,7 @@ def share(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> SharedKVPool:
     """A pool from what `read_document` or `evict_document` returned: one prefill, many pools."""
+    layers = [getattr(kept, "merged", {}).get(i, layer) for i, layer in enumerate(layers)]
     owner = {"model": model.config.name_or_path, "model_fingerprint": model_fingerprint(model)}
     if tokenizer is not None:
         owner["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
@@ -121,7 +148,7 @@ def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]
 
 def evict_document(
     model: PreTrainedModel, document_ids: Tensor, plans: Sequence[Plan]
-) -> tuple[list[LayerKV], list[Kept]]:
+) -> tuple[list[LayerKV], list[KeptByPlan]]:
     """Keys and values from one prefill, and what each plan keeps of them, layer by layer and head.
 
     Raises:
@@ -132,10 +159,16 @@ def evict_document(
     config = model.config.get_text_config()
     for plan in plans:
         plan.check(config.num_hidden_layers, config.num_key_value_heads)
-    layers, kept = observe(
-        model, document_ids, lambda i, layer: [plan.layers[i].keep(layer) for plan in plans]
+    layers, seen = observe(
+        model, document_ids, lambda i, layer: [plan.layers[i].evict(layer) for plan in plans]
     )
-    return layers, [list(of_plan) for of_plan in zip(*kept, strict=True)]
+    return layers, [_kept(of_plan) for of_plan in zip(*seen, strict=True)]
+
+
+def _kept(of_layers: Sequence[tuple[Sequence[KeptTokens], LayerKV | None]]) -> KeptByPlan:
+    kept = KeptByPlan(tokens for tokens, _ in of_layers)
+    kept.merged = {i: m for i, (_, m) in enumerate(of_layers) if m is not None}
+    return kept
 
 
 def _check_prepared(model: PreTrainedModel) -> None:

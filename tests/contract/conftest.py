@@ -95,6 +95,51 @@ def masked_forward() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
+def replayed() -> Callable[..., list[torch.Tensor]]:
+    """`replayed(model, pieces, held)`: logits of a full cache in which a query sees what is listed.
+
+    `held[n][layer][head]` are the positions that the head holds when the first n tokens have been
+    seen; every query also sees the new tokens up to itself. Where a list holds (positions, keys,
+    values) instead, the full cache's entries are replaced by these. With `sums`, a dict, the
+    attention that each token received is added up in it by layer, [q_head, token].
+    """
+
+    def replay(model, pieces, held, sums=None):
+        def attention(module, q, k, v, mask, scaling=None, **_):
+            n_new, n_seen, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+            old = n_seen - n_new
+            visible = torch.zeros(k.shape[1], n_new, n_seen, dtype=torch.bool)
+            visible[:, :, old:] = torch.ones(n_new, n_new, dtype=torch.bool).tril()
+            k, v = k.clone(), v.clone()
+            for head, entry in enumerate(held[old][module.layer_idx] if old else ()):
+                positions, *changed = entry if isinstance(entry, tuple) else (entry,)
+                visible[head, :, positions] = True
+                for side, new in zip((k, v), changed, strict=False):
+                    side[0, head, positions] = new
+            k, v, visible = (x.repeat_interleave(groups, -3) for x in (k, v, visible))
+            weights = (q @ k.mT * scaling).masked_fill(~visible, -torch.inf).softmax(-1)
+            if sums is not None:
+                before = sums.get(module.layer_idx, torch.zeros(q.shape[1], 0))
+                before = torch.nn.functional.pad(before, (0, n_seen - before.shape[1]))
+                sums[module.layer_idx] = before + weights[0].sum(1)
+            return (weights @ v).transpose(1, 2).contiguous(), None
+
+        AttentionInterface.register("replay", attention)
+        AttentionMaskInterface.register("replay", eager_mask)
+        model.set_attn_implementation("replay")
+        cache, seen, logits = transformers.DynamicCache(), 0, []
+        try:
+            for ids in pieces:
+                logits.append(hf.logits(model, cache, ids, seen))
+                seen += ids.shape[1]
+        finally:
+            pk.prepare(model)
+        return logits
+
+    return replay
+
+
+@pytest.fixture
 def tokens() -> Callable[..., torch.Tensor]:
     """Random token ids of a shape, from a seed."""
 
