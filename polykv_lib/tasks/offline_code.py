@@ -14,6 +14,7 @@ from polykv_lib.tasks.passages import CALIBRATION_EVERY
 
 MIN_LINES: Final = 300
 MIN_LINE_CHARS: Final = 12
+QUESTION_LINES: Final = 4
 _BEGINNINGS: Final = ("return ", "self.", "if ", "elif ", "for ", "raise ", "def ")
 
 
@@ -34,7 +35,7 @@ def modules(split: Split) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def next_line(lines: tuple[str, ...], random: Random) -> Maker:
-    """The `size` lines before one that a person could guess; that line is asked."""
+    """The `size` lines before one of code, which is asked; the last four are the question."""
     place = random.choice(
         [
             i
@@ -44,9 +45,9 @@ def next_line(lines: tuple[str, ...], random: Random) -> Maker:
     )
     return lambda size: Parts(
         context="Please complete the code given below. \n"
-        + "\n".join(lines[max(0, place - size) : place])
+        + "\n".join(lines[max(0, place - size) : place - QUESTION_LINES])
         + "\n",
-        question="Next line of code:\n",
+        question="\n".join(lines[place - QUESTION_LINES : place]) + "\n",
         answers=(lines[place],),
     )
 

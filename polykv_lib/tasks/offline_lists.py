@@ -39,18 +39,18 @@ def labelled_examples(articles: Sequence[Article], random: Random) -> Maker:
 
 
 def paragraph_of_sentence(articles: Sequence[Article], random: Random) -> Maker:
-    """`size` numbered paragraphs of as many articles; a sentence of one of them is to be found."""
+    """`size` numbered paragraphs of as many articles; the last sentence of one is to be found."""
     own = [_paragraph(article, random) for article in articles]
     depth = random.random()
 
     def make(size: int) -> Parts:
         place = int(depth * size)
         return Parts(
-            context=f"Here are {size} paragraphs from an encyclopaedia. Find out which of them a "
-            f"sentence is taken from.\n\n{_numbered(own[:size])}",
-            question=f"\n\nThe sentence is:\n\n{own[place][0]}\n\nPlease enter the number of the "
-            'paragraph that the sentence is taken from, like "Paragraph 1".',
-            answer_prefix="The sentence is taken from Paragraph",
+            context=f"Here are {size} paragraphs from an encyclopaedia, each with its number at "
+            f"its end.\n\n{_numbered(own[:size])}",
+            question=f"\n\nWhich paragraph ends with this sentence?\n\n{own[place][-1]}\n\nPlease "
+            "repeat the sentence with the number of its paragraph.",
+            answer_prefix=f"{own[place][-1]} [Paragraph",
             answers=(f"Paragraph {place + 1}",),
         )
 
@@ -94,4 +94,4 @@ def _paragraph(article: Article, random: Random) -> list[str]:
 
 
 def _numbered(paragraphs: Sequence[Sequence[str]]) -> str:
-    return "\n\n".join(f"Paragraph {i}: {' '.join(p)}" for i, p in enumerate(paragraphs, 1))
+    return "\n\n".join(f"{' '.join(p)} [Paragraph {i}]" for i, p in enumerate(paragraphs, 1))

@@ -17,6 +17,7 @@ MAX_LEAD_WORDS: Final = 100
 _FACT: Final = re.compile(r"(?<=[a-z,] )(?:1\d{3}|20\d{2}|[A-Z][a-z]+(?: [A-Z][a-z]+)*)\b")
 _WORD: Final = re.compile(r"\w+")
 _WORDS_BEFORE: Final = range(7, 31)
+_WORDS_NAMED: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,11 @@ class Fact:
     place: int  # index of the sentence in `prose(article)`
     before: str
     stated: str
+
+    @property
+    def opening(self) -> str:
+        """The sentence's first words, quoted, by which a question names it."""
+        return f'"{" ".join(self.before.split()[:_WORDS_NAMED])}"'
 
 
 @cache
@@ -49,9 +55,9 @@ def fact_in_article(article: Article, random: Random) -> Maker:
     fact = random.choice(facts(article))
     depth = random.random()
     return lambda size: Parts(
-        context="Read the following text and complete a sentence of it.\n\n"
+        context="Read the following text and quote a sentence of it.\n\n"
         f"{article.title}\n\n{_window(article, fact.place, size, depth)}",
-        question=f"\n\nComplete this sentence of the text: {fact.before} …",
+        question=f"\n\nQuote the sentence of the text that begins with {fact.opening}.",
         answer_prefix=fact.before,
         answers=(fact.stated,),
     )
@@ -73,10 +79,10 @@ def fact_among_articles(articles: Sequence[Article], random: Random) -> Maker:
             )
         ]
         return Parts(
-            context="Read the following passages and complete a sentence of one of them.\n\n"
+            context="Read the following passages and quote a sentence of one of them.\n\n"
             + "\n\n".join(passages),
-            question=f"\n\nComplete this sentence of the passage on {articles[chosen].title}: "
-            f"{fact.before} …",
+            question=f"\n\nQuote the sentence of the passage on {articles[chosen].title} that "
+            f"begins with {fact.opening}.",
             answer_prefix=fact.before,
             answers=(fact.stated,),
         )

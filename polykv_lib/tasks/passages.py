@@ -29,9 +29,14 @@ def local_articles(split: Split) -> tuple[Article, ...]:
     is_calibration = split == "calibration"
     return tuple(
         article
-        for i, article in enumerate(articles(min_chars=MIN_CHARS), 1)
+        for i, article in enumerate(_all_articles(), 1)
         if (i % CALIBRATION_EVERY == 0) is is_calibration and _is_prose(article.title)
     )
+
+
+@cache
+def _all_articles() -> tuple[Article, ...]:
+    return tuple(articles(min_chars=MIN_CHARS))  # seconds, so once for both splits
 
 
 def sentences(text: str) -> list[str]:

@@ -27,6 +27,7 @@ from polykv_lib.tasks.ruler_parts import Needles
 ESSAYS: Final = "baber/paul_graham_essays"
 EXAMPLE_TOKENS: Final = 500  # of vt
 MAX_PIECES: Final = 200_000
+CHARS_PER_TOKEN: Final = 8  # more than any tokenizer needs for a token of English
 
 NEEDLE_TASKS: Final = {
     "niah_single_1": Needles(haystack="noise"),
@@ -129,7 +130,9 @@ def _maker(
     random = generator("ruler", task, split, seed, index)
     if task in NEEDLE_TASKS:
         shape = NEEDLE_TASKS[task]
-        straw, source = _straw(index, split, haystack) if shape.haystack == "prose" else ((), "")
+        straw, source = (
+            _straw(index, length, split, haystack) if shape.haystack == "prose" else ((), "")
+        )
         make = ruler_parts.needles(shape, random, straw)
         return make, 1, len(straw) or MAX_PIECES, source or f"generated ({shape.haystack})"
     if task == "vt":
@@ -146,13 +149,20 @@ def _maker(
     return make, least, len(documents), ruler_qa.DATA_SETS[task][0]
 
 
-def _straw(index: int, split: Split, haystack: str) -> tuple[list[str], str]:
-    """Sentences for the `index`-th item, beginning with its own article, and their source."""
+def _straw(index: int, length: int, split: Split, haystack: str) -> tuple[list[str], str]:
+    """Sentences for more than `length` tokens, beginning with an own article, and their source."""
     if haystack == "essays":
         return _essays(), ESSAYS
     known = local_articles(split)
     start = index % len(known)
-    return [s for a in known[start:] + known[:start] for s in prose(a)], known[start].source
+    straw: list[str] = []
+    n_chars = 0
+    for sentence in (s for a in known[start:] + known[:start] for s in prose(a)):
+        straw.append(sentence)
+        n_chars += len(sentence)
+        if n_chars > CHARS_PER_TOKEN * length:
+            break
+    return straw, known[start].source
 
 
 @cache
