@@ -30,8 +30,8 @@ class LayerKV:
     all) and at the factor by which q . k is multiplied before the softmax (None: head_dim ** -0.5).
 
     What a cache remembers from step to step while it generates comes along: the tokens' positions
-    (None: consecutive from 0; -1: an empty slot), running numbers a token, by the tally that keeps them
-    (`evict/tallies.py`), and the similarity from which a merging policy merges (nan: not yet).
+    (None: consecutive from 0; -1: an empty slot), running numbers a token, by the tally that keeps
+    them (`evict/tallies.py`), and the similarity from which a merging policy merges (nan: none).
     """
 
     keys: Keys

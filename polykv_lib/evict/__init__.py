@@ -1,6 +1,6 @@
 """Keys and values -> fewer of them: policies score tokens, budgets say how many each head keeps."""
 
-from polykv_lib.evict.base import EvictionPolicy, Merging, Protected, keep, kept_of, merging
+from polykv_lib.evict.base import EvictionPolicy, Merging, Protected, keep, kept_of, merger_of
 from polykv_lib.evict.cake import CAKE
 from polykv_lib.evict.cam import CAM
 from polykv_lib.evict.controls import FullKV, Random
@@ -41,7 +41,7 @@ __all__ = [
     "Tally",
     "keep",
     "kept_of",
-    "merging",
+    "merger_of",
     "pyramidkv",
     "tallies_of",
 ]

@@ -57,7 +57,7 @@ def parts(policy: EvictionPolicy) -> Iterator[EvictionPolicy]:
                 yield from parts(value)
 
 
-def merging(policy: EvictionPolicy) -> Merging | None:
+def merger_of(policy: EvictionPolicy) -> Merging | None:
     """What merges in a policy: itself, or the first of its parts that does."""
     return next((part for part in parts(policy) if isinstance(part, Merging)), None)
 

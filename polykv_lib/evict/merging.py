@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from polykv_lib.evict.base import EvictionPolicy, KeptIndex, merging
+from polykv_lib.evict.base import EvictionPolicy, KeptIndex, merger_of
 from polykv_lib.kv import KeptTokens, LayerKV
 
 
@@ -32,7 +32,7 @@ def merged(policy: EvictionPolicy, layer: LayerKV, kept: Sequence[KeptTokens]) -
     Heads may keep different numbers of tokens, so each is merged alone. Evicted tokens stay as they
     were: a pool stores the kept ones only.
     """
-    merger = merging(policy)
+    merger = merger_of(policy)
     n_tokens = layer.keys.shape[2]
     if merger is None or all(len(tokens) == n_tokens for tokens in kept):
         return None

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional
 
-from polykv_lib.evict.base import EvictionPolicy, kept_of, merging
+from polykv_lib.evict.base import EvictionPolicy, kept_of, merger_of
 from polykv_lib.evict.merging import at
 from polykv_lib.evict.tallies import Tally
 from polykv_lib.kv import LayerKV
@@ -120,7 +120,7 @@ def _reduce(
 
 def _evict(policy: EvictionPolicy, layer: LayerKV, scores: Tensor, budget: int) -> LayerKV:
     kept = kept_of(scores, budget, policy.protect(budget))
-    merger = merging(policy)
+    merger = merger_of(policy)
     if merger is None:
         left = LayerKV(keys=at(layer.keys, kept), values=at(layer.values, kept))
     else:

@@ -6,15 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polykv_lib.evict import (
+    CAKE,
+    CAM,
+    D2O,
     H2O,
     TOVA,
     EvictionPolicy,
+    ExpectedAttention,
     FullKV,
     KeyDiff,
     KeyNorm,
     Protected,
     Random,
     RankMerge,
+    Scissorhands,
     SnapKV,
     StreamingLLM,
     attention,
@@ -26,7 +31,8 @@ from polykv_lib.kv import LayerKV
 POLICIES = [
     FullKV(), StreamingLLM(n_sink=2), H2O(), TOVA(), SnapKV(window=6, kernel=3), KeyDiff(), KeyNorm(),
     SnapKV(window=6, kernel=3, pooling="maximum"), Random(), RankMerge(first=H2O(), second=KeyDiff()),
-    Guarded(policy=KeyNorm(), first=2, last=3),
+    Guarded(policy=KeyNorm(), first=2, last=3), CAKE(window=6), CAM(), D2O(n_sink=2),
+    Scissorhands(window=20, recent=3), ExpectedAttention(window=9, n_sink=2),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("policy", POLICIES, ids=str)
 
