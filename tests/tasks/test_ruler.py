@@ -100,6 +100,7 @@ def test_the_frequent_words_follow_the_dots() -> None:
     ranked = Counter(text.split()).most_common(5)
     assert [word for word, _ in ranked[:4]] == ["...", *item.answers]
     assert ranked[3][1] > ranked[4][1]
+    assert 0 <= ranked[1][1] - 4 * ranked[3][1] < 4  # (4 / 2)^2 times as often, rounded down
 
 
 def test_seeds_and_splits_give_other_items_and_ids_name_them() -> None:
