@@ -1,8 +1,8 @@
 """What was measured over a few texts -> a plan; `hf.calibration` makes the passes over a model."""
 
-from polykv_lib.calibration.items import Item
+from polykv_lib.calibration.items import EncodedItem
 from polykv_lib.calibration.measured import Measured, Measurements, from_json, to_json
-from polykv_lib.calibration.recompute import attend_visible, compare, tail_scores
+from polykv_lib.calibration.recompute import compare, tail_output
 from polykv_lib.calibration.solve import Calibration, Recipe, signals, solve
 from polykv_lib.calibration.validate import (
     PlanScore,
@@ -15,12 +15,11 @@ from polykv_lib.calibration.validate import (
 
 __all__ = [
     "Calibration",
-    "Item",
+    "EncodedItem",
     "Measured",
     "Measurements",
     "PlanScore",
     "Recipe",
-    "attend_visible",
     "by_family",
     "choose",
     "compare",
@@ -30,6 +29,6 @@ __all__ = [
     "shuffled",
     "signals",
     "solve",
-    "tail_scores",
+    "tail_output",
     "to_json",
 ]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class EncodedItem:
     """One text as token ids. The context is evicted; question and answer are fed afterwards.
 
     Every answer token is thus predicted from the evicted cache. `id` names the text, so that
@@ -31,7 +31,7 @@ class Item:
         """What is fed after the context: the question, and the answer without its last token."""
         return self.question_ids + self.answer_ids[:-1]
 
-    def question_visible(self) -> "Item":
+    def question_visible(self) -> "EncodedItem":
         """The same item with its question read before the eviction, all but its last token."""
         return replace(
             self,

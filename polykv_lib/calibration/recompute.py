@@ -9,21 +9,21 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
 from polykv_lib.kv import LayerKV
 
-TailScores = Float[Tensor, "head group tail token"]
 Parts = Float[Tensor, "head tail channel"]  # what each KV head adds to a layer's output
 
 
-def tail_scores(layer: LayerKV) -> TailScores:
-    """Causal scores q . k in fp32 of the last tokens' queries over all tokens.
+def tail_output(layer: LayerKV) -> Parts:
+    """Attention of the last tokens, in fp32: query heads of a KV head side by side as channels.
 
     Args:
-        layer: keys and values of context and tail, queries of the tail alone (batch 1).
+        layer: keys and values of the context's kept tokens (all heads keep equally many) and of
+            the tail; queries of the tail alone (batch 1). The tail is causal to itself.
     """
     if layer.queries is None:
         raise ValueError("the observation holds no queries; pass LayerKV(queries=…).")
@@ -32,23 +32,7 @@ def tail_scores(layer: LayerKV) -> TailScores:
     scores = queries @ layer.keys[0, :, None].float().mT * layer.softmax_scale
     n_tail = queries.shape[2]
     hidden = torch.ones(n_tail, n_tokens, dtype=torch.bool, device=scores.device)
-    return scores.masked_fill(hidden.triu(n_tokens - n_tail + 1), -math.inf)
-
-
-def attend_visible(
-    scores: TailScores, layer: LayerKV, visible: Bool[Tensor, "head context"] | None = None
-) -> Parts:
-    """Outputs of each KV head's query heads, side by side: channel = group * dim.
-
-    Args:
-        scores: of `tail_scores`.
-        layer: the observation that they belong to.
-        visible: the context tokens that each head kept; None: all. The tail sees itself always.
-    """
-    if visible is not None:
-        n_tail = scores.shape[2]
-        seen = functional.pad(visible, (0, n_tail), value=True)
-        scores = scores.masked_fill(~seen[:, None, None], -math.inf)
+    scores = scores.masked_fill(hidden.triu(n_tokens - n_tail + 1), -math.inf)
     out = scores.softmax(-1) @ layer.values[0, :, None].float()
     return out.transpose(1, 2).flatten(2)
 

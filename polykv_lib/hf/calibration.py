@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.calibration import (
     Calibration,
-    Item,
+    EncodedItem,
     Measurements,
     Recipe,
     from_json,
@@ -42,7 +42,7 @@ VERSION: Final = 1  # raise it when the same settings measure something else
 def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str | Item],
+    texts: Sequence[str | EncodedItem],
     *,
     budget: int | float,
     n_tokens: int | None = None,
@@ -102,7 +102,7 @@ def calibrate(
 def run(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str | Item],
+    texts: Sequence[str | EncodedItem],
     *,
     budget: int | float,
     n_tokens: int | None = None,
@@ -129,7 +129,9 @@ def run(
     return solve(measured, recipe, n_tokens=length)
 
 
-def items_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | Item]) -> tuple[Item, ...]:
+def items_of(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | EncodedItem]
+) -> tuple[EncodedItem, ...]:
     """Items as they are; a plain text opens a chat turn as a document does, and is continued.
 
     Raises:
@@ -137,16 +139,16 @@ def items_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | Item]) ->
     """
     if isinstance(texts, str) or not texts:
         raise ValueError(f"texts={texts!r}; pass a list of at least one text or item.")
-    return tuple(t if isinstance(t, Item) else _continuation(tokenizer, t) for t in texts)
+    return tuple(t if isinstance(t, EncodedItem) else _continuation(tokenizer, t) for t in texts)
 
 
-def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> Item:
+def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> EncodedItem:
     ids = document_ids(tokenizer, text)[0, :TEXT_TOKENS].tolist()
     n_scored = min(SCORED_TOKENS, len(ids) // 4)
     if not n_scored:
         raise ValueError(f"the text {text!r} has {len(ids)} tokens; at least 4 are needed.")
     cut = len(ids) - n_scored - 1
-    return Item(
+    return EncodedItem(
         id=f"text {hashlib.sha256(text.encode()).hexdigest()[:16]}",
         family="text",
         context_ids=tuple(ids[:cut]),
@@ -157,7 +159,7 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> Item:
 
 def measure(
     model: PreTrainedModel,
-    items: Sequence[Item],
+    items: Sequence[EncodedItem],
     *,
     target: float,
     policies: Sequence[EvictionPolicy] = CANDIDATES,
@@ -206,7 +208,7 @@ def measure(
     )
 
 
-def _fingerprint(model: PreTrainedModel, items: Sequence[Item], settings: Settings) -> str:
+def _fingerprint(model: PreTrainedModel, items: Sequence[EncodedItem], settings: Settings) -> str:
     covered = [VERSION, model_fingerprint(model), [asdict(item) for item in items], repr(settings)]
     return hashlib.sha256(json.dumps(covered).encode()).hexdigest()
 

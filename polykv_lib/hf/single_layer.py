@@ -8,28 +8,36 @@ same cache with that layer's keys and values swapped.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from polykv_lib.calibration import Item, Measured, attend_visible, compare, tail_scores
+from polykv_lib.calibration import EncodedItem, Measured, compare, tail_output
 from polykv_lib.calibration.recompute import Difference, Parts
-from polykv_lib.evict import EvictionPolicy, Protected, keep
+from polykv_lib.evict import EvictionPolicy, Plan, Protected, keep
 from polykv_lib.evict.attention import column_sums
+from polykv_lib.evict.merging import at, merged
 from polykv_lib.hf import compat
-from polykv_lib.hf.build import Kept, check_length, share
+from polykv_lib.hf.build import check_length, evict_document, share
 from polykv_lib.hf.observe import ObservedLayer, observe
 from polykv_lib.kv import LayerKV, Scores
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.quantize import FullPrecision
 
-Masks = Bool[Tensor, "policy point head context"]  # True where a token is kept
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What an eviction left of a layer's context; every head holds equally many tokens."""
+
+    index: Int[Tensor, "1 head kept"]
+    merged: LayerKV | None  # the kept tokens, where a merging policy changed them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,7 @@ class _TailLayer(ObservedLayer):
 
 
 @torch.no_grad()
-def measure_item(model: PreTrainedModel, item: Item, settings: Settings) -> Measured:
+def measure_item(model: PreTrainedModel, item: EncodedItem, settings: Settings) -> Measured:
     """Every measurement of one item; the model must be prepared.
 
     Raises:
@@ -87,17 +95,14 @@ def measure_item(model: PreTrainedModel, item: Item, settings: Settings) -> Meas
     n_tokens = len(item.context_ids)
     check_length(model, n_tokens + len(item.tail_ids), f"item {item.id!r}")
     ids = torch.tensor([item.context_ids])
-    layers, seen = observe(model, ids, lambda _, layer: (_entropy(layer), _masks(layer, settings)))
-    masks = [kept for _, kept in seen]
-    full, differences = _recompute(model, item, layers, masks, settings.activation)
+    layers, seen = observe(model, ids, lambda _, layer: (_entropy(layer), _held(layer, settings)))
+    held = [of_layer for _, of_layer in seen]
+    full, differences = _recompute(model, item, layers, held, settings.activation)
     grid = (len(layers), len(settings.policies), len(settings.fractions))
     flat = [d for of_layer in differences for d in of_layer]
     heads = np.array([d.head_errors for d in flat]).reshape(*grid, -1)
     target = settings.fractions.index(settings.target)
-    nll, kl = None, None
-    if settings.single_layer:
-        at_target = [kept[:, target] for kept in masks]
-        nll, kl = _swap(model, item, layers, at_target, full)
+    nll, kl = _swap(model, item, settings, full) if settings.single_layer else (None, None)
     return Measured(
         item=item.id,
         family=item.family,
@@ -113,7 +118,9 @@ def measure_item(model: PreTrainedModel, item: Item, settings: Settings) -> Meas
 
 
 @torch.no_grad()
-def answer_logits(model: PreTrainedModel, cache: Any, item: Item) -> Float[Tensor, "answer vocab"]:
+def answer_logits(
+    model: PreTrainedModel, cache: Any, item: EncodedItem
+) -> Float[Tensor, "answer vocab"]:
     """Logits in fp32 that predict the answer, after a cache that has seen the item's context."""
     tail = torch.tensor([item.tail_ids], device=model.device)
     positions = len(item.context_ids) + torch.arange(tail.shape[1], device=model.device)
@@ -123,7 +130,7 @@ def answer_logits(model: PreTrainedModel, cache: Any, item: Item) -> Float[Tenso
     return output.logits[0].float()
 
 
-def _nll(logits: Float[Tensor, "answer vocab"], item: Item) -> float:
+def _nll(logits: Float[Tensor, "answer vocab"], item: EncodedItem) -> float:
     return float(token_nll(logits, torch.tensor(item.answer_ids, device=logits.device)).mean())
 
 
@@ -134,24 +141,30 @@ def _entropy(layer: LayerKV) -> float:
     return float(torch.special.entr(mass / mass.sum()).sum())
 
 
-def _masks(layer: LayerKV, settings: Settings) -> Masks:
+def _held(layer: LayerKV, settings: Settings) -> list[Held]:
+    """What each policy leaves at each fraction, policy by policy."""
     _, n_heads, n_tokens, _ = layer.keys.shape
-    grid = (len(settings.policies), len(settings.fractions), n_heads, n_tokens)
-    masks = torch.zeros(grid, dtype=torch.bool, device=layer.keys.device)
-    for of_policy, policy in zip(masks, settings.policies, strict=True):
+    found = []
+    for policy in settings.policies:
         scored = _Scored(policy, policy.score(layer))
-        for mask, fraction in zip(of_policy, settings.fractions, strict=True):
-            budget = max(1, round(fraction * n_tokens))
-            for row, kept in zip(mask, keep(scored, layer, (budget,) * n_heads), strict=True):
-                row[kept] = True
-    return masks
+        for fraction in settings.fractions:
+            kept = keep(scored, layer, (_tokens(fraction, n_tokens),) * n_heads)
+            index, changed = torch.stack(kept)[None], merged(policy, layer, kept)
+            if changed is not None:
+                changed = LayerKV(keys=at(changed.keys, index), values=at(changed.values, index))
+            found.append(Held(index=index, merged=changed))
+    return found
+
+
+def _tokens(fraction: float, n_tokens: int) -> int:
+    return max(1, round(fraction * n_tokens))
 
 
 def _recompute(
     model: PreTrainedModel,
-    item: Item,
+    item: EncodedItem,
     layers: Sequence[LayerKV],
-    masks: Sequence[Masks],
+    held: Sequence[Sequence[Held]],
     activation: str,
 ) -> tuple[Float[Tensor, "answer vocab"], list[list[Difference]]]:
     """The full cache's logits, and each layer's differences by policy, then point."""
@@ -159,14 +172,10 @@ def _recompute(
 
     def watch(index: int) -> Callable[[LayerKV], None]:
         def see(layer: LayerKV) -> None:
-            scores = tail_scores(layer)
-            full = _output(model, index, attend_visible(scores, layer), activation)
-            differences[index] = [
-                compare(
-                    full, _output(model, index, attend_visible(scores, layer, kept), activation)
-                )
-                for kept in masks[index].flatten(0, 1)
-            ]
+            full = _output(model, index, tail_output(layer), activation)
+            for own in held[index]:
+                evicted = tail_output(_evicted(layer, own, len(item.context_ids)))
+                differences[index].append(compare(full, _output(model, index, evicted, activation)))
 
         return see
 
@@ -174,6 +183,18 @@ def _recompute(
     for own, layer in zip(cache.layers, layers, strict=True):
         own.update(layer.keys, layer.values)
     return answer_logits(model, cache, item), differences
+
+
+def _evicted(layer: LayerKV, held: Held, n_context: int) -> LayerKV:
+    """The layer with its context as it is held; the tail stays."""
+    context = held.merged or LayerKV(
+        keys=at(layer.keys, held.index), values=at(layer.values, held.index)
+    )
+    return replace(
+        layer,
+        keys=torch.cat([context.keys, layer.keys[:, :, n_context:]], 2),
+        values=torch.cat([context.values, layer.values[:, :, n_context:]], 2),
+    )
 
 
 def _output(
@@ -193,23 +214,22 @@ def _output(
 
 def _swap(
     model: PreTrainedModel,
-    item: Item,
-    layers: Sequence[LayerKV],
-    masks: Sequence[Bool[Tensor, "policy head context"]],
+    item: EncodedItem,
+    settings: Settings,
     full: Float[Tensor, "answer vocab"],
 ) -> tuple[Float[np.ndarray, "layer policy"], Float[np.ndarray, "layer policy"]]:
-    """NLL and KL of the answer with one layer evicted, for each layer and policy."""
-    lossless = FullPrecision()
+    """NLL and KL of the answer with one layer evicted to the target, for each layer and policy."""
+    n_layers, n_policies = model.config.get_text_config().num_hidden_layers, len(settings.policies)
     ids = torch.tensor([item.context_ids])
-
-    def pool(kept: Kept | None) -> Any:
-        return share(model, layers, ids, keys=lossless, values=lossless, kept=kept)
-
-    whole = pool(None)
-    nll, kl = np.zeros((2, len(layers), len(masks[0])))
-    for policy in range(len(masks[0])):
-        evicted = pool([[row.nonzero()[:, 0] for row in kept[policy]] for kept in masks])
-        for i in range(len(layers)):
+    budget = _tokens(settings.target, ids.shape[1])
+    plans = [Plan.uniform(policy, budget, n_layers) for policy in settings.policies]
+    layers, kept = evict_document(model, ids, plans)
+    pool = partial(share, model, layers, ids, keys=FullPrecision(), values=FullPrecision())
+    whole = pool()
+    nll, kl = np.zeros((2, n_layers, n_policies))
+    for policy in range(n_policies):
+        evicted = pool(kept=kept[policy])
+        for i in range(n_layers):
             mixed = whole.layers[:i] + evicted.layers[i : i + 1] + whole.layers[i + 1 :]
             cache = replace(whole, layers=mixed).agent_cache(1)
             logits = answer_logits(model, cache, item)

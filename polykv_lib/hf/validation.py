@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from polykv_lib.calibration import Item, PlanScore
+from polykv_lib.calibration import EncodedItem, PlanScore
 from polykv_lib.evict import Plan
 from polykv_lib.hf.baselines import full_cache
 from polykv_lib.hf.build import check_length, evict_document, share
@@ -22,7 +22,7 @@ LOSSLESS = FullPrecision()
 @torch.no_grad()
 def evaluate_plans(
     model: PreTrainedModel,
-    items: Sequence[Item],
+    items: Sequence[EncodedItem],
     plans: Mapping[str, PlanFor],
     *,
     keys: Quantizer = LOSSLESS,

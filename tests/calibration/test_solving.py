@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polykv_lib.calibration import (
-    Item,
+    EncodedItem,
     Measured,
     Measurements,
     PlanScore,
     Recipe,
-    attend_visible,
     by_family,
     choose,
     compare,
@@ -24,7 +23,7 @@ from polykv_lib.calibration import (
     shuffled,
     signals,
     solve,
-    tail_scores,
+    tail_output,
     to_json,
 )
 from polykv_lib.evict import H2O, KeyDiff, LayerPlan, Plan, SnapKV
@@ -237,27 +236,26 @@ def test_a_mean_of_what_was_not_measured():
 
 
 def test_recomputed_attention_is_the_softmax_over_kept_tokens():
-    """Against attention written out token by token."""
+    """Against attention written out token by token; two tokens of tail, three kept of context."""
     torch.manual_seed(0)
     layer = LayerKV(
-        keys=torch.randn(1, 2, 7, 4), values=torch.randn(1, 2, 7, 4),
+        keys=torch.randn(1, 2, 5, 4), values=torch.randn(1, 2, 5, 4),
         queries=torch.randn(1, 4, 2, 4), scale=0.7,
     )  # fmt: skip
-    visible = torch.tensor([[True, False, True, False, True], [False, False, True, True, True]])
-    out = attend_visible(tail_scores(layer), layer, visible)
+    out = tail_output(layer)
     for q_head in range(4):
         head = q_head // 2
         for row in range(2):
-            kept = [t for t in range(5) if visible[head, t]] + list(range(5, 6 + row))
-            scores = layer.queries[0, q_head, row] @ layer.keys[0, head, kept].T * 0.7
-            want = scores.softmax(0) @ layer.values[0, head, kept]
+            seen = slice(0, 4 + row)
+            scores = layer.queries[0, q_head, row] @ layer.keys[0, head, seen].T * 0.7
+            want = scores.softmax(0) @ layer.values[0, head, seen]
             got = out[head, row].unflatten(0, (2, 4))[q_head % 2]
             torch.testing.assert_close(got, want, atol=1e-6, rtol=0.0)
 
 
 def test_recomputation_needs_queries():
     with pytest.raises(ValueError, match=r"no queries; pass LayerKV\(queries=…\)"):
-        tail_scores(LayerKV(keys=torch.zeros(1, 1, 3, 2), values=torch.zeros(1, 1, 3, 2)))
+        tail_output(LayerKV(keys=torch.zeros(1, 1, 3, 2), values=torch.zeros(1, 1, 3, 2)))
 
 
 def test_differences_of_a_layer_and_of_its_heads():
@@ -268,7 +266,9 @@ def test_differences_of_a_layer_and_of_its_heads():
     assert found.cosine == pytest.approx((9 + 8) / (5 * 13**0.5))
 
 
-ITEM = Item(id="i", family="f", context_ids=(1, 2), question_ids=(3, 4, 5), answer_ids=(6, 7))
+ITEM = EncodedItem(
+    id="i", family="f", context_ids=(1, 2), question_ids=(3, 4, 5), answer_ids=(6, 7)
+)
 
 
 def test_an_items_tail_and_its_question_before_the_eviction():

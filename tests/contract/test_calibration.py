@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 import polykv_lib as pk
 from polykv_lib import hf
-from polykv_lib.calibration import Item, Recipe, solve
-from polykv_lib.evict import H2O, FullKV, KeyDiff, LayerPlan, Plan, StreamingLLM
+from polykv_lib.calibration import EncodedItem, Recipe, solve
+from polykv_lib.evict import D2O, H2O, FullKV, KeyDiff, LayerPlan, Plan, StreamingLLM
 from polykv_lib.hf import calibration, single_layer
 from polykv_lib.hf.single_layer import Settings, answer_logits, measure_item
 
-POLICIES = (H2O(recent=0.0), KeyDiff(), StreamingLLM())
+POLICIES = (H2O(recent=0.0), KeyDiff(), StreamingLLM(), D2O())
 N, TARGET = 48, 0.25
 SETTINGS = Settings(policies=POLICIES, fractions=(0.125, TARGET, 0.5), target=TARGET)
 LOSSLESS = {"keys": pk.FullPrecision(), "values": pk.FullPrecision()}
@@ -29,7 +29,7 @@ LOSSLESS = {"keys": pk.FullPrecision(), "values": pk.FullPrecision()}
 def item(tokens):
     def make(seed=0, family="a", n=N):
         ids = tokens(1, n + 9, seed=seed)[0].tolist()
-        return Item(
+        return EncodedItem(
             id=f"{family}{seed}", family=family,
             context_ids=tuple(ids[:n]), question_ids=tuple(ids[n : n + 5]),
             answer_ids=tuple(ids[n + 5 :]),
