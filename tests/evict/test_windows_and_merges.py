@@ -12,6 +12,7 @@ from polykv_lib.evict import (
     CAM,
     D2O,
     H2O,
+    TOVA,
     ExpectedAttention,
     KeyNorm,
     LayerPlan,
@@ -231,6 +232,25 @@ def test_steps_add_up_to_one_pass():
         [held] = step(H2O(), new if held is None else append(held, new), groups, {H2O().tally})
     assert_close(held.tallies[H2O().tally], H2O().score(layer))
     assert torch.equal(held.keys, layer.keys)
+
+
+def test_heads_that_hold_different_tokens_are_scored_one_by_one():
+    """TOVA's mean over all heads would add up weights of different tokens."""
+    layer = observation()
+    at = torch.stack([torch.randperm(TOKENS)[:12].sort().values for _ in range(HEADS)])[None]
+    index = at[..., None].expand(-1, -1, -1, DIM)
+    held = LayerKV(
+        keys=layer.keys.gather(2, index),
+        values=layer.values.gather(2, index),
+        queries=layer.queries[:, :, -1:],
+        positions=at,
+    )
+    [left] = step(TOVA(), held, [Group(heads=(0, 1), budget=6)], set())
+    for head in range(HEADS):
+        own = held.queries[0, head * GROUPS : (head + 1) * GROUPS, 0]
+        weights = (own @ held.keys[0, head].mT * DIM**-0.5).softmax(-1).mean(0)
+        best = set(at[0, head, weights[:-1].topk(5).indices].tolist()) | {int(at[0, head, -1])}
+        assert set(left.positions[0, head].tolist()) == best
 
 
 def test_a_decode_phase_survives_the_disk(tmp_path):
