@@ -25,8 +25,8 @@ class ObservedLayer(DynamicLayer):
 
     def update(
         self,
-        key_states: Float[Tensor, "batch head token dim"],
-        value_states: Float[Tensor, "batch head token dim"],
+        key_states: Float[Tensor, "batch head new dim"],
+        value_states: Float[Tensor, "batch head new dim"],
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "batch head token dim"], Float[Tensor, "batch head token dim"]]:

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from polykv_lib.calibration import EncodedItem, Measured, compare, tail_output
 from polykv_lib.calibration.recompute import Difference, Parts
@@ -68,21 +67,6 @@ class _Scored:
 
     def protect(self, budget: int) -> Protected:
         return self.policy.protect(budget)
-
-
-class _TailLayer(ObservedLayer):
-    """Goes on from a context, and hands all of its keys to the watcher."""
-
-    def update(
-        self,
-        key_states: Float[Tensor, "batch head new dim"],
-        value_states: Float[Tensor, "batch head new dim"],
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Float[Tensor, "batch head token dim"], Float[Tensor, "batch head token dim"]]:
-        keys, values = DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
-        keys.polykv_observer = self
-        return keys, values
 
 
 @torch.no_grad()
@@ -179,7 +163,7 @@ def _recompute(
 
         return see
 
-    cache = Cache(layers=[_TailLayer(watch(i)) for i in range(len(layers))])
+    cache = Cache(layers=[ObservedLayer(watch(i)) for i in range(len(layers))])
     for own, layer in zip(cache.layers, layers, strict=True):
         own.update(layer.keys, layer.values)
     return answer_logits(model, cache, item), differences
