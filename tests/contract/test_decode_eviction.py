@@ -165,8 +165,8 @@ ALONE = [
     ids=lambda x: x if isinstance(x, str) else f"{x.decode[0].policy}",
 )
 def test_a_padded_row_is_the_row_alone(llama, tokens, plan, side):
-    """Prompts of 60, 41 and 12 tokens, turns of 7, 0 and 4, then single tokens."""
-    lengths = [(60, 7), (41, 1), (12, 4)]
+    """Prompts of 60, 41 and 19 tokens, turns of 7, 1 and 4, then single tokens."""
+    lengths = [(60, 7), (41, 1), (19, 4)]
     turns = [
         [tokens(1, n, seed=10 * r + i) for i, n in enumerate(row)] for r, row in enumerate(lengths)
     ]
