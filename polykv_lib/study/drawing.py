@@ -45,6 +45,7 @@ LOOKS = {
     "tq4-both": Look(label="4-bit keys and values", colour="#661100", marker="H", line="-."),
     "q8-0": Look(label="q8_0", colour="#44AA99", marker=">", line="-."),
     "paper-sinks": Look(label="paper, 4 sinks kept", colour="#DD7711", marker="8"),
+    "compact": Look(label="compact", colour="#0B8A8A", marker="*", line="-"),
     "kivi4": Look(label="KIVI, 4 bits", colour="#999933", marker="h", line=":"),
     "kivi2": Look(label="KIVI, 2 bits", colour="#882255", marker="d", line=":"),
     "without": Look(label="one bf16 copy an agent", colour="#444444", marker="s", line=":"),
