@@ -28,8 +28,8 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     # Paper A exactly: one key scale a layer, Hadamard without signs, no protected tokens.
     "paper": lambda: Codec(keys=Int8("tensor"), values=TurboQuant(3, "plain")),
     "paper-sinks": lambda: Codec(keys=Int8("tensor"), values=TurboQuant(3, "plain"), n_sink=4),
-    # This project's: a key scale a channel, signs, matched norms, four sinks. Matching norms and the
-    # compact codec were chosen on seven articles that no reported number uses.
+    # This project's: a key scale a channel, signs, matched norms, four sinks. Matched norms and the
+    # compact codec were chosen on seven articles outside the offline grid.
     "polykv": lambda: Codec(keys=Int8("channel"), values=_matched(3), n_sink=4),
     "compact": lambda: Codec(keys=Affine(4, 64, "token"), values=_matched(3), n_sink=4),
     # One change at a time.
