@@ -56,6 +56,25 @@ LOOKS = {
     "pool": Look(label="pool", colour="#4477AA", marker="D"),
     "unrelated-document": Look(label="unrelated document", colour="#B8A000", marker="v", line="-."),
     "no-document": Look(label="no document", colour="#888888", marker="x", line=":"),
+    "paper-b": Look(label="routing by cosine", colour="#EE6677", marker="o"),
+    "paper-b, ppl budgets": Look(
+        label="the same, PPL budgets", colour="#DD7711", marker="8", line="-."
+    ),
+    "gain-curve": Look(label="gain x curve, layers", colour="#4477AA", marker="D"),
+    "gain-curve-heads": Look(label="gain x curve, heads", colour="#33AACC", marker="P"),
+    "H2O": Look(label="H2O", colour="#4477AA", marker="s"),
+    "TOVA": Look(label="TOVA", colour="#EE6677", marker="o"),
+    "SnapKV": Look(label="SnapKV", colour="#228833", marker="^"),
+    "KeyDiff": Look(label="KeyDiff", colour="#B8A000", marker="v"),
+    "CAKE": Look(label="CAKE", colour="#AA3377", marker="<"),
+    "StreamingLLM": Look(label="StreamingLLM", colour="#888888", marker="p"),
+    "CAM": Look(label="CaM", colour="#33AACC", marker="P"),
+    "D2O": Look(label="D2O", colour="#332288", marker="X"),
+    "Scissorhands": Look(label="Scissorhands", colour="#117733", marker="1"),
+    "ExpectedAttention": Look(label="expected attention", colour="#DD7711", marker="8"),
+    "KeyNorm": Look(label="key norm", colour="#661100", marker="H"),
+    "H2O+KeyDiff": Look(label="H2O + KeyDiff", colour="#44AA99", marker=">"),
+    "Random": Look(label="random", colour="#BBBBBB", marker="x"),
 }
 OTHER = Look(label="", colour="#000000", marker="*", line=":")
 

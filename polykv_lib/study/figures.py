@@ -26,6 +26,7 @@ from polykv_lib.study.drawing import (
     ticks_at,
     write_beside,
 )
+from polykv_lib.study.figures_eviction import plan_map, recovery_by_family
 from polykv_lib.study.platform import Places
 from polykv_lib.study.published import cached_tokens, published_runs
 from polykv_lib.study.record import Record
@@ -137,6 +138,8 @@ FIGURES = {
     "kl_vs_bits": Drawing(draw=kl_vs_bits, table="kl_vs_bits", width=TEXT),
     "fidelity_vs_agents": Drawing(draw=fidelity_vs_agents, table="fidelity"),
     "decode_step": Drawing(draw=decode_step, table="decode_step"),
+    "recovery_by_family": Drawing(draw=recovery_by_family, table="recovery", width=TEXT),
+    "plan_map": Drawing(draw=plan_map, table="plan", width=TEXT),
 }
 
 

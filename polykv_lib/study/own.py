@@ -71,6 +71,37 @@ OWN = {
         ),
         metrics=("bertscore_f1", "token_overlap", "exact_match", "nll_delta_nats", "n_empty"),
     ),
+    "recovery": Own(
+        title="Answers from evicted caches, at equal numbers of kept tokens (paired over items)",
+        table="recovery",
+        by=("model", "suite", "question", "keep", "family", "role", "method", "codec"),
+        metrics=("kl_nats", "gap_recovered_pct", "nll_delta_nats", "exact", "score"),
+    ),
+    "quality_bytes": Own(
+        title="Quality against bytes: evicted, quantised, shared (mean over families)",
+        table="quality_bytes",
+        by=("model", "suite", "question", "keep", "role", "method", "codec"),
+        metrics=("kl_nats", "nll_delta_nats", "pool_bytes", "memory_ratio"),
+    ),
+    "plan": Own(
+        title="Plans: each layer's policy, and its tokens a head",
+        table="plan",
+        by=(
+            *("model", "suite", "question", "keep", "context_tokens"),
+            *("method", "layer", "policy"),
+        ),
+        metrics=("budget",),
+        kind="computed",
+    ),
+    "ablations": Own(
+        title="What makes a plan good: KL beside the best single policy's (mean over families)",
+        table="ablations",
+        by=("model", "suite", "question", "keep", "varied", "signal", "direction"),
+        metrics=(
+            *("kl_nats", "kl_over_single_nats", "gap_recovered_pct", "nll_delta_nats", "exact"),
+            "rank_among_shuffles",
+        ),
+    ),
 }
 
 

@@ -1,120 +1,45 @@
-"""The parameters of each notebook: strict types, choices and ranges, and errors of one line."""
+"""The parameters of each notebook: choices and ranges, and errors of one line."""
 
 import difflib
-import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal
 
-import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from polykv_lib.study.platform import Places
-from polykv_lib.study.store import SCRATCH_PROFILE
+from polykv_lib.study.param_types import (
+    Candidates,
+    Codecs,
+    Count,
+    CountOrZero,
+    ExperimentParameters,
+    Geometries,
+    NonEmpty,
+    Parameters,
+    Policies,
+    Several,
+    Share,
+    Text,
+)
 
-T = TypeVar("T")
+__all__ = [
+    "NOTEBOOKS",
+    "ExperimentParameters",
+    "ParameterError",
+    "Parameters",
+    "all_names",
+    "from_namespace",
+    "near",
+    "refuse_unknown",
+    "schema_of",
+    "validate",
+]
+
 NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 class ParameterError(ValueError):
     """A parameter that is unknown or has a value it may not have; the text is one line."""
-
-
-def parse(value: Any) -> Any:
-    """Text as the value it spells: "false" is False, "1e1" is 10.0, "[1, 3]" is a list."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        try:
-            return yaml.safe_load(value)
-        except yaml.YAMLError:
-            return value
-
-
-def _whole(value: Any) -> Any:
-    value = parse(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _text(value: Any) -> Any:
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def _list(value: Any) -> Any:
-    value = parse(value)
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-CountOrZero = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Minutes = Annotated[int | float, BeforeValidator(parse), Field(ge=0)]
-Flag = Annotated[bool, BeforeValidator(parse)]
-Text = Annotated[str, BeforeValidator(_text)]
-NonEmpty = Annotated[Text, Field(min_length=1)]
-Several = Annotated[list[T], BeforeValidator(_list), Field(min_length=1)]
-
-
-def _codec(name: str) -> str:
-    from polykv_lib import presets  # here, because it imports torch
-
-    presets.codec(name)
-    return name
-
-
-def _geometry(name: str) -> str:
-    from polykv_lib import presets
-
-    presets.geometry(name)
-    return name
-
-
-Codecs = Several[Annotated[Text, AfterValidator(_codec)]]
-Geometries = Several[Annotated[Text, AfterValidator(_geometry)]]
-
-
-class Parameters(BaseModel):
-    """What every notebook takes; the defaults are in the notebooks' `parameters` cells alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    experiment: ClassVar[str] = ""  # empty: the notebook reads results and computes none
-
-    PROFILE: Annotated[Text, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
-    OUT_DIR: Text
-
-    @property
-    def places(self) -> Places:
-        """Where this run reads and writes."""
-        return Places.at(self.OUT_DIR)
-
-    @property
-    def results(self) -> Path:
-        """The stored results to read: of PROFILE alone, or of every profile if it is "auto"."""
-        results = self.places.results
-        return results if self.PROFILE == "auto" else results / self.PROFILE
-
-    @property
-    def figures(self) -> Path:
-        """Where tables and figures go; those of smoke results stay out of the published folder."""
-        scratch = self.places.runs / SCRATCH_PROFILE / "figures"
-        return scratch if self.PROFILE == SCRATCH_PROFILE else self.places.figures
-
-
-class ExperimentParameters(Parameters):
-    """What every notebook with an experiment takes."""
-
-    MODEL: NonEmpty
-    SEED: CountOrZero
-    FORCE: Flag
-    TIME_BUDGET_MIN: Minutes
-
-    @property
-    def resolved(self) -> dict[str, Any]:
-        """The parameters that decide the numbers, and so the key."""
-        return self.model_dump(exclude={"PROFILE", "OUT_DIR", "FORCE", "TIME_BUDGET_MIN"})
 
 
 class MemoryScaling(ExperimentParameters):
@@ -160,6 +85,44 @@ class AgentFidelity(ExperimentParameters):
     ENCODER: NonEmpty
 
 
+class PlanRecovery(ExperimentParameters):
+    """What per-layer plans win back of the quality that eviction costs."""
+
+    experiment = "plan_recovery"
+
+    SUITE: Literal["offline", "ruler", "longbench"]
+    LONGBENCH_DIR: Text
+    TASKS: Several[NonEmpty]
+    N_ITEMS: Count
+    N_CALIBRATION: Count
+    CONTEXT_TOKENS: Count
+    QUESTION: Literal["hidden", "visible"]
+    KEEP: Several[Share]
+    POLICIES: Policies
+    CANDIDATES: Candidates
+    PLANS: Several[Literal["paper-b", "gain-curve", "gain-curve-heads"]]
+    CODECS: Codecs
+    MAX_NEW_TOKENS: CountOrZero
+    N_BOOT: Count
+
+
+class PlanAblations(ExperimentParameters):
+    """What makes a plan good: signals, budgets, placement, content, heads."""
+
+    experiment = "plan_ablations"
+
+    SUITE: Literal["offline", "ruler"]
+    TASKS: Several[NonEmpty]
+    N_ITEMS: Count
+    N_CALIBRATION: Count
+    CONTEXT_TOKENS: Count
+    QUESTION: Literal["hidden", "visible"]
+    KEEP: Share
+    CANDIDATES: Candidates
+    N_SHUFFLES: Count
+    N_BOOT: Count
+
+
 class Figures(Parameters):
     """Figures from stored results."""
 
@@ -171,6 +134,8 @@ NOTEBOOKS: dict[str, type[Parameters]] = {
     "01_memory_scaling": MemoryScaling,
     "02_ppl_inversion": PplInversion,
     "03_agent_fidelity": AgentFidelity,
+    "04_longbench_recovery": PlanRecovery,
+    "05_ablations": PlanAblations,
     "06_paper_vs_ours": Parameters,
     "07_figures": Figures,
 }

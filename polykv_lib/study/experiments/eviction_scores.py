@@ -19,7 +19,7 @@ from polykv_lib.metrics import answers
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.intervals import CONFIDENCE, Interval
 from polykv_lib.metrics.perplexity import token_nll
-from polykv_lib.study.experiments.eviction_items import Asked, PlanFor
+from polykv_lib.study.experiments.eviction_items import SCORED_TOKENS, Asked, PlanFor
 
 FULL = "FullKV"
 
@@ -181,6 +181,17 @@ def score(asked: Asked, answer: str) -> float:
     return answers.score(
         item.metric, answer, item.answers, classes=item.classes, first_line=item.first_line
     )
+
+
+def protocol(question: str, n_boot: int) -> dict[str, Any]:
+    """How both eviction experiments score, for the point's provenance."""
+    return {
+        "question_visible_when_compressing": question == "visible",
+        "first_scored_token": "is read from the compressed cache, and so is every later one",
+        "scored": f"the reference, up to {SCORED_TOKENS} tokens; teacher-forced",
+        "protected": "4 first and 16 last tokens, inside the budget of every policy",
+        "interval": f"paired percentile bootstrap over items inside families, {n_boot} resamples",
+    }
 
 
 def stratified(

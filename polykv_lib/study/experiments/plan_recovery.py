@@ -16,11 +16,12 @@ from polykv_lib import hf
 from polykv_lib.metrics.intervals import Interval
 from polykv_lib.study.experiments import eviction_plans
 from polykv_lib.study.experiments.common import Say, Timer, facts, row, settings
-from polykv_lib.study.experiments.eviction_items import POLICIES, SCORED_TOKENS, Asked, Wanted
+from polykv_lib.study.experiments.eviction_items import POLICIES, Asked, Wanted
 from polykv_lib.study.experiments.eviction_plans import Compared
 from polykv_lib.study.experiments.eviction_scores import (
     FULL,
     Result,
+    protocol,
     results,
     sharing,
     stratified,
@@ -102,15 +103,10 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
         samples=samples,
         protocol={
             **facts(model, tokenizer),
-            "question_visible_when_compressing": point.question == "visible",
-            "first_scored_token": "is read from the compressed cache; so is every later one",
-            "scored": f"the reference, up to {SCORED_TOKENS} tokens; teacher-forced",
+            **protocol(point.question, point.n_boot),
             "decoding": f"greedy, up to {point.max_new_tokens} tokens, nothing evicted meanwhile",
-            "protected": "4 first and 16 last tokens, inside the budget of every policy",
             "best_single": best,
             "calibration_items": [a.item.id for a in calibration],
-            "interval": f"paired percentile bootstrap over items inside families, "
-            f"{point.n_boot} resamples",
             "seconds": timer.seconds,
         },
     )

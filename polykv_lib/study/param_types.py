@@ -1,0 +1,128 @@
+"""What parameters are made of: strict types that read text at its meaning, and the common ones."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from polykv_lib.study.platform import Places
+from polykv_lib.study.store import SCRATCH_PROFILE
+
+T = TypeVar("T")
+
+
+def parse(value: Any) -> Any:
+    """Text as the value it spells: "false" is False, "1e1" is 10.0, "[1, 3]" is a list."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+
+
+def _whole(value: Any) -> Any:
+    value = parse(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _list(value: Any) -> Any:
+    value = parse(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Minutes = Annotated[int | float, BeforeValidator(parse), Field(ge=0)]
+Share = Annotated[float, BeforeValidator(parse), Field(gt=0, lt=1)]
+Flag = Annotated[bool, BeforeValidator(parse)]
+Text = Annotated[str, BeforeValidator(_text)]
+NonEmpty = Annotated[Text, Field(min_length=1)]
+Several = Annotated[list[T], BeforeValidator(_list), Field(min_length=1)]
+
+
+def _codec(name: str) -> str:
+    from polykv_lib import presets  # here, because it imports torch
+
+    presets.codec(name)
+    return name
+
+
+def _geometry(name: str) -> str:
+    from polykv_lib import presets
+
+    presets.geometry(name)
+    return name
+
+
+def _policy(name: str) -> str:
+    from polykv_lib.study.experiments.eviction_items import METHODS
+
+    if name not in METHODS:
+        raise ValueError(f"no policy {name!r}; choose one of: {', '.join(METHODS)}.")
+    return name
+
+
+def _candidate(name: str) -> str:
+    from polykv_lib.study.experiments.eviction_items import POLICIES
+
+    if name not in POLICIES:
+        raise ValueError(f"{name!r} can not stand in a plan; choose from: {', '.join(POLICIES)}.")
+    return name
+
+
+Codecs = Several[Annotated[Text, AfterValidator(_codec)]]
+Geometries = Several[Annotated[Text, AfterValidator(_geometry)]]
+Policies = Several[Annotated[Text, AfterValidator(_policy)]]
+Candidates = Several[Annotated[Text, AfterValidator(_candidate)]]
+
+
+class Parameters(BaseModel):
+    """What every notebook takes; the defaults are in the notebooks' `parameters` cells alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    experiment: ClassVar[str] = ""  # empty: the notebook reads results and computes none
+
+    PROFILE: Annotated[Text, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
+    OUT_DIR: Text
+
+    @property
+    def places(self) -> Places:
+        """Where this run reads and writes."""
+        return Places.at(self.OUT_DIR)
+
+    @property
+    def results(self) -> Path:
+        """The stored results to read: of PROFILE alone, or of every profile if it is "auto"."""
+        results = self.places.results
+        return results if self.PROFILE == "auto" else results / self.PROFILE
+
+    @property
+    def figures(self) -> Path:
+        """Where tables and figures go; those of smoke results stay out of the published folder."""
+        scratch = self.places.runs / SCRATCH_PROFILE / "figures"
+        return scratch if self.PROFILE == SCRATCH_PROFILE else self.places.figures
+
+
+class ExperimentParameters(Parameters):
+    """What every notebook with an experiment takes."""
+
+    MODEL: NonEmpty
+    SEED: CountOrZero
+    FORCE: Flag
+    TIME_BUDGET_MIN: Minutes
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The parameters that decide the numbers, and so the key."""
+        return self.model_dump(exclude={"PROFILE", "OUT_DIR", "FORCE", "TIME_BUDGET_MIN"})
