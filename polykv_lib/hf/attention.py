@@ -29,6 +29,11 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             f"{model.config.model_type} is an encoder-decoder model; a pool shares the cache of a "
             "decoder-only model, such as smollm2-135m."
         )
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"{model.config.model_type} caps its attention scores (softcap), which a pool can not "
+            "do. Use a model without, such as Llama, Qwen, Mistral or Gemma 3."
+        )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     if not getattr(model, "_supports_attention_backend", False):

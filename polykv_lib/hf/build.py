@@ -11,13 +11,19 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.evict import Plan
 from polykv_lib.hf import compat
-from polykv_lib.hf.attention import NAME
 from polykv_lib.hf.caches import AgentCache
+from polykv_lib.hf.checks import (
+    check_document,
+    check_geometry,
+    check_length,
+    check_owner,
+    check_prepared,
+)
 from polykv_lib.hf.evicting import EvictingCache, evicting_prefill
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observe
 from polykv_lib.kv import KeptTokens, LayerKV
-from polykv_lib.pool import PoolError, SharedKVPool, freeze, load
+from polykv_lib.pool import SharedKVPool, freeze, load
 from polykv_lib.quantize import FullPrecision, Quantizer
 
 Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
@@ -88,7 +94,7 @@ def prefill(
         attention_mask: 1 for tokens, 0 for padding, where rows differ in length.
         chunk: tokens to prefill at a time; the policies evict after each chunk.
     """
-    _check_prepared(model)
+    check_prepared(model)
     if plan.decode is None and attention_mask is None and chunk is None and ids.shape[0] == 1:
         lossless = FullPrecision()
         cache: AgentCache = build_pool(
@@ -139,8 +145,8 @@ def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]
     Raises:
         ValueError: ids of another type or shape, or longer than the model's positions or window.
     """
-    _check_prepared(model)
-    _check_document(model, document_ids)
+    check_prepared(model)
+    check_document(model, document_ids)
     cache = DynamicCache()
     compat.forward(model.base_model, document_ids.to(model.device), cache)
     return [LayerKV(keys=layer.keys, values=layer.values) for layer in cache.layers]
@@ -154,8 +160,8 @@ def evict_document(
     Raises:
         ValueError: as `read_document`, or a plan that was made for another model.
     """
-    _check_prepared(model)
-    _check_document(model, document_ids)
+    check_prepared(model)
+    check_document(model, document_ids)
     config = model.config.get_text_config()
     for plan in plans:
         plan.check(config.num_hidden_layers, config.num_key_value_heads)
@@ -171,40 +177,6 @@ def _kept(of_layers: Sequence[tuple[Sequence[KeptTokens], LayerKV | None]]) -> K
     return kept
 
 
-def _check_prepared(model: PreTrainedModel) -> None:
-    if model.config._attn_implementation != NAME:
-        raise ValueError(
-            f"the model's attention is {model.config._attn_implementation!r}, which can not read a "
-            "pool. Call polykv_lib.prepare(model) first."
-        )
-
-
-def _check_document(model: PreTrainedModel, ids: Tensor) -> None:
-    if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2 or ids.shape[0] != 1:
-        raise ValueError(
-            f"document_ids are {ids.dtype} of shape {list(ids.shape)}; pass token ids as int64 "
-            "[1, T], one document a pool."
-        )
-    if ids.shape[1] == 0:
-        raise ValueError("document_ids are empty; a pool needs at least one token.")
-    check_length(model, ids.shape[1], "the document")
-
-
-def check_length(model: PreTrainedModel, n_tokens: int, what: str) -> None:
-    """Refuse, before any compute, what the model's positions or window can not hold."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and n_tokens > positions:
-        raise ValueError(
-            f"{what} has {n_tokens} tokens, but the model has {positions} positions. Shorten it."
-        )
-    window = compat.attention_window(model)
-    if window is not None and n_tokens > window:
-        raise ValueError(
-            f"{what} has {n_tokens} tokens, but {model.config.model_type} has layers with a window "
-            f"of {window}, and a pool is exact only within it. Shorten it."
-        )
-
-
 def load_pool(
     path: str | os.PathLike[str],
     model: PreTrainedModel,
@@ -215,28 +187,8 @@ def load_pool(
     Raises:
         PoolError: another model's or tokenizer's pool, or a file that is damaged or too new.
     """
-    _check_prepared(model)
+    check_prepared(model)
     pool = load(path, cache_factory=_cache_factory(model))
-    _check_geometry(pool, model, path)
-    theirs = {"model_fingerprint": model_fingerprint(model)}
-    if tokenizer is not None:
-        theirs["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
-    for name, found in theirs.items():
-        if pool.owner.get(name, found) != found:
-            raise PoolError(
-                f"{path} belongs to {pool.owner['model'] or 'another model'} with {name} "
-                f"{pool.owner[name][:12]}, this one has {found[:12]}. Build the pool again."
-            )
+    check_geometry(pool, model, str(path))
+    check_owner(pool, str(path), model, tokenizer)
     return pool.to(compat.layer_devices(model))
-
-
-def _check_geometry(pool: SharedKVPool, model: PreTrainedModel, path: Any) -> None:
-    config = model.config.get_text_config()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    expected = (config.num_hidden_layers, config.num_key_value_heads, dim)
-    found = (pool.geometry.n_layers, pool.geometry.n_kv_heads, pool.geometry.head_dim)
-    if expected != found:
-        raise PoolError(
-            f"{path} holds (layers, KV heads, head_dim) = {found}, but the model has {expected}. "
-            "Open it with the model that built it."
-        )

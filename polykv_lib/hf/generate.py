@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.hf import compat, prompts
-from polykv_lib.hf.build import check_length
-from polykv_lib.hf.models import tokenizer_fingerprint
-from polykv_lib.pool import PoolError, SharedKVPool
+from polykv_lib.hf.checks import check_length, check_owner
+from polykv_lib.pool import SharedKVPool
 
 
 @torch.no_grad()
@@ -84,15 +83,15 @@ def ask(
         ValueError: no question, an empty one, or one too long for the model's positions.
     """
     if isinstance(questions, str) or not questions:
-        raise ValueError(f"questions={questions!r}; pass a list of at least one question.")
-    recorded = pool.owner.get("tokenizer_fingerprint")
-    if recorded is not None and recorded != tokenizer_fingerprint(tokenizer):
-        raise PoolError("the pool's document was tokenised by another tokenizer; build it again.")
+        raise ValueError(f"questions={questions!r}; pass a list of strings, one for each agent.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; an answer has at least one token.")
+    check_owner(pool, "the pool", model, tokenizer)
     is_open = prompts.turn_is_open(tokenizer, pool.document_ids)
     own = [prompts.question_ids(tokenizer, q, turn_is_open=is_open) for q in questions]
     longest = max(range(len(own)), key=lambda i: len(own[i]))
     total = pool.n_tokens + len(own[longest]) + max_new_tokens
-    check_length(model, total, f"document, question {longest} and its answer together")
+    check_length(model, total, f"the text of document, question {longest} and its answer")
     answers = greedy(
         model,
         pool.agent_cache(len(own)),

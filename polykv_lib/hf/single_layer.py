@@ -23,7 +23,8 @@ from polykv_lib.evict import EvictionPolicy, Plan, Protected, keep
 from polykv_lib.evict.attention import column_sums
 from polykv_lib.evict.merging import at, merged
 from polykv_lib.hf import compat
-from polykv_lib.hf.build import check_length, evict_document, share
+from polykv_lib.hf.build import evict_document, share
+from polykv_lib.hf.checks import check_length
 from polykv_lib.hf.observe import ObservedLayer, observe
 from polykv_lib.kv import LayerKV, Scores
 from polykv_lib.metrics.agreement import kl_nats

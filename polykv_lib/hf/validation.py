@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from polykv_lib.calibration import EncodedItem, PlanScore
 from polykv_lib.evict import Plan
 from polykv_lib.hf.baselines import full_cache
-from polykv_lib.hf.build import check_length, evict_document, share
+from polykv_lib.hf.build import evict_document, share
+from polykv_lib.hf.checks import check_length
 from polykv_lib.hf.single_layer import answer_logits
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll

@@ -4,6 +4,7 @@ Stored tensors are compute-ready, so an opened pool is the mapped file itself an
 it.
 """
 
+import errno
 import json
 import os
 import tempfile
@@ -25,12 +26,15 @@ SCHEMA: Final = 1
 def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors and header to `path`, whole or not at all."""
     at_rest = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    full_header = {"schema": SCHEMA, "checksum": _checksum(at_rest), **header}
+    described = {"schema": SCHEMA, **header}
+    full_header = {**described, "checksum": _checksum(at_rest, described)}
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
         handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     except OSError as error:
         raise PoolError(
-            f"can not write {path}: {error.strerror}. Choose a folder that exists and is writable."
+            f"can not write {path}: {error.strerror}. Choose a file name in a writable folder."
         ) from error
     os.close(handle)
     try:
@@ -58,19 +62,25 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
     if text is None:
         raise PoolError(f"{path} is a safetensors file, but holds no PolyKV pool.")
-    header: dict[str, Any] = json.loads(text)
-    if header["schema"] > SCHEMA:
+    try:
+        header: dict[str, Any] = json.loads(text)
+        schema, checksum = header["schema"], header.pop("checksum")
+    except (ValueError, KeyError) as error:
         raise PoolError(
-            f"{path} has schema {header['schema']}, this version reads up to {SCHEMA}. "
+            f"the header of {path} is damaged ({error}). Save the pool again."
+        ) from error
+    if schema > SCHEMA:
+        raise PoolError(
+            f"{path} has schema {schema}, this version reads up to {SCHEMA}. "
             "Upgrade polykv-lib, or save the pool again with this version."
         )
-    if header.pop("checksum") != _checksum(tensors):
+    if checksum != _checksum(tensors, header):
         raise PoolError(f"{path} was altered: its checksum does not match. Save the pool again.")
     return header, tensors
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    digest = xxhash.xxh3_128()
+def _checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    digest = xxhash.xxh3_128(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         if tensors[name].numel():

@@ -39,13 +39,15 @@ def freeze(
         cache_factory: what `agent_cache` calls.
 
     Raises:
-        PoolError: no layer, or NaN or infinity in keys or values.
+        PoolError: no layer, tensors of other shapes, or NaN or infinity in keys or values.
     """
+    if n_sink < 0:
+        raise PoolError(f"n_sink={n_sink}; pass the number of first tokens to protect, 0 for none.")
     frozen = []
     shape: tuple[int, ...] = ()
     for i, layer in enumerate(layers):
         _check_finite(layer, i)
-        shape = tuple(layer.keys.shape)
+        shape = _checked_shape(layer, i, shape)
         heads_kept = None if kept is None else kept[i]
         frozen.append(tuple(_pieces(layer, keys, values, n_sink, heads_kept)))
     if not frozen:
@@ -67,6 +69,21 @@ def freeze(
         owner=owner or {},
         cache_factory=cache_factory,
     )
+
+
+def _checked_shape(layer: LayerKV, index: int, before: tuple[int, ...]) -> tuple[int, ...]:
+    shapes = tuple(layer.keys.shape), tuple(layer.values.shape)
+    if shapes[0] != shapes[1] or len(shapes[0]) != 4 or shapes[0][0] != 1:
+        raise PoolError(
+            f"layer {index} has keys {list(shapes[0])} and values {list(shapes[1])}; a pool takes "
+            "both as [1, head, token, dim], one document, of one shape."
+        )
+    if before and shapes[0] != before:
+        raise PoolError(
+            f"layer {index} has shape {list(shapes[0])}, the layers before it {list(before)}; "
+            "all layers of a document have one shape (evict with `kept`)."
+        )
+    return shapes[0]
 
 
 def _check_finite(layer: LayerKV, index: int) -> None:

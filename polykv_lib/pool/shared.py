@@ -17,7 +17,7 @@ from polykv_lib.pool.pieces import Piece, PoolError, describe, restore
 CacheFactory = Callable[["SharedKVPool", int], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SharedKVPool:
     """One document's keys and values: immutable, so any number of agents and threads may read."""
 
@@ -27,6 +27,10 @@ class SharedKVPool:
     document_ids: Int[Tensor, " token"]
     owner: Mapping[str, str] = field(default_factory=dict)  # model and tokenizer it belongs to
     cache_factory: CacheFactory | None = None  # set by the room that knows transformers
+
+    def __repr__(self) -> str:
+        held = f"{self.nbytes / 1e6:.1f} MB, {self.bits_per_element:.2f} bits an element"
+        return f"SharedKVPool({self.n_tokens:,} tokens, {len(self.layers)} layers, {held})"
 
     def agent_cache(self, n: int) -> Any:
         """A transformers `Cache` for a batch of n agents; it holds their own tokens only."""

@@ -72,6 +72,17 @@ def test_damaged_files(saved, llama, tmp_path):
     saved.write_bytes(altered)
     with pytest.raises(PoolError, match="was altered: its checksum does not match"):
         pk.load_pool(saved, llama)
+    for old, new in (
+        (b'\\"n_tokens\\": 37', b'\\"n_tokens\\": 39'),
+        (b'\\"seed\\": 0', b'\\"seed\\": 1'),
+    ):
+        assert old in whole
+        saved.write_bytes(whole.replace(old, new, 1))
+        with pytest.raises(PoolError, match="was altered"):
+            pk.load_pool(saved, llama)
+    saved.write_bytes(whole.replace(b"checksum", b"chocksum", 1))
+    with pytest.raises(PoolError, match=r"the header of .* is damaged"):
+        pk.load_pool(saved, llama)
     with pytest.raises(PoolError, match="there is no pool at"):
         pk.load_pool(tmp_path / "absent", llama)
 
@@ -90,5 +101,5 @@ def test_a_newer_schema_and_a_foreign_file(saved, llama, monkeypatch, tokens):
 
 def test_a_folder_that_can_not_be_written(llama, tokens, tmp_path):
     pool = pk.build_pool(llama, tokens(1, 9), **CODECS[0])
-    with pytest.raises(PoolError, match="Choose a folder that exists and is writable"):
+    with pytest.raises(PoolError, match="Choose a file name in a writable folder"):
         pool.save(tmp_path / "absent" / "pool")

@@ -18,6 +18,7 @@ PAPER = {"keys": pk.Int8("tensor"), "values": pk.TurboQuant(3, "plain")}
         (torch.ones(1, 4), r"document_ids are torch.float32 of shape \[1, 4\]; pass token ids as int64"),
         (torch.ones(2, 4, dtype=torch.int64), r"of shape \[2, 4\].*one document a pool"),
         (torch.ones(1, 0, dtype=torch.int64), "document_ids are empty"),
+        (torch.full((1, 4), 128), "document_ids reach 128, but the model's vocabulary has 128 tokens"),
         (torch.ones(1, 513, dtype=torch.int64), "the document has 513 tokens, but the model has 512 positions"),
     ],
 )  # fmt: skip
@@ -54,6 +55,11 @@ def test_a_model_without_the_attention_interface():
         pk.prepare(model)
 
 
+def test_a_model_with_capped_scores(tiny_model):
+    with pytest.raises(ValueError, match="gemma2 caps its attention scores"):
+        tiny_model("Gemma2", head_dim=16)
+
+
 def test_sliding_windows_hold_within_the_window_and_are_refused_beyond(tiny_model, tokens):
     model = tiny_model("Gemma3", sliding_window=32, head_dim=16)
     own = tokens(2, 4, seed=1)
@@ -76,6 +82,32 @@ def test_nan_in_the_cache():
     spoiled[0, 1, 3, 2] = torch.nan
     with pytest.raises(PoolError, match="the values of layer 1 hold NaN or infinity"):
         freeze([LayerKV(keys=kv, values=kv), LayerKV(keys=kv, values=spoiled)], **PAPER)
+
+
+@pytest.mark.parametrize(
+    ("layers", "n_sink", "message"),
+    [
+        (
+            [((1, 2, 8, 16), (1, 2, 4, 16))],
+            0,
+            r"layer 0 has keys \[1, 2, 8, 16\] and values \[1, 2, 4, 16\]",
+        ),
+        ([((2, 2, 8, 16), (2, 2, 8, 16))], 0, "one document, of one shape"),
+        (
+            [((1, 2, 8, 16),) * 2, ((1, 2, 9, 16),) * 2],
+            0,
+            r"layer 1 has shape .* the layers before it",
+        ),
+        ([((1, 2, 8, 16),) * 2], -1, "n_sink=-1; pass the number of first tokens"),
+    ],
+)
+def test_tensors_that_are_no_document(layers, n_sink, message):
+    kv = [LayerKV.__new__(LayerKV) for _ in layers]
+    for layer, (keys, values) in zip(kv, layers, strict=True):
+        for name, shape in (("keys", keys), ("values", values)):
+            object.__setattr__(layer, name, torch.zeros(shape))
+    with pytest.raises(PoolError, match=message):
+        freeze(kv, keys=PAPER["keys"], values=PAPER["values"], n_sink=n_sink)
 
 
 def test_no_layers_no_agents_no_model():

@@ -70,15 +70,24 @@ def test_a_tokenizer_without_a_chat_template(loaded, monkeypatch):
 @pytest.mark.parametrize(
     ("questions", "message"),
     [
-        ([], r"questions=\[\]; pass a list of at least one question"),
+        ([], r"questions=\[\]; pass a list of strings"),
         ("Who?", r"questions='Who\?'; pass a list"),
         (["Who?", " "], "a question is empty"),
-        (["Who?", "why " * 9000], r"question 1 and its answer together has \d+ tokens, but the model has 8192"),
+        (["Who?", "why " * 9000], r"question 1 and its answer has \d+ tokens, but the model has 8192"),
     ],
 )  # fmt: skip
 def test_bad_questions(loaded, pool, questions, message):
     with pytest.raises(ValueError, match=message):
         pk.ask(*loaded, pool, questions)
+
+
+def test_another_models_pool_and_an_answer_of_no_tokens(loaded, pool):
+    model, tokenizer = loaded
+    with pytest.raises(ValueError, match="max_new_tokens=0; an answer has at least one token"):
+        pk.ask(model, tokenizer, pool, QUESTIONS, max_new_tokens=0)
+    half, _ = pk.load_model("smollm2-135m", dtype="bfloat16")
+    with pytest.raises(PoolError, match="the pool belongs to smollm2-135m with model_fingerprint"):
+        pk.ask(half, tokenizer, pool, QUESTIONS)
 
 
 def test_an_empty_document(loaded):
@@ -89,5 +98,7 @@ def test_an_empty_document(loaded):
 def test_another_tokenizers_pool(loaded, pool, monkeypatch):
     model, tokenizer = loaded
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }}")
-    with pytest.raises(PoolError, match="tokenised by another tokenizer"):
+    with pytest.raises(
+        PoolError, match="the pool belongs to smollm2-135m with tokenizer_fingerprint"
+    ):
         pk.ask(model, tokenizer, pool, QUESTIONS)

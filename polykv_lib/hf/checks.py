@@ -1,0 +1,87 @@
+"""What is refused before any compute, in one sentence each."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from polykv_lib.hf import compat
+from polykv_lib.hf.attention import NAME
+from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
+from polykv_lib.pool import PoolError, SharedKVPool
+
+
+def check_prepared(model: PreTrainedModel) -> None:
+    """Refuse a model whose attention can not read a pool."""
+    if model.config._attn_implementation != NAME:
+        raise ValueError(
+            f"the model's attention is {model.config._attn_implementation!r}, which can not read a "
+            "pool. Call polykv_lib.prepare(model) first."
+        )
+
+
+def check_document(model: PreTrainedModel, ids: Tensor) -> None:
+    """Refuse, before any compute, what is not one document's token ids."""
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"document_ids are a {type(ids).__name__}; pass token ids as an int64 tensor [1, T]."
+        )
+    if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2 or ids.shape[0] != 1:
+        raise ValueError(
+            f"document_ids are {ids.dtype} of shape {list(ids.shape)}; pass token ids as int64 "
+            "[1, T], one document a pool."
+        )
+    if ids.shape[1] == 0:
+        raise ValueError("document_ids are empty; a pool needs at least one token.")
+    largest, vocabulary = int(ids.max()), model.get_input_embeddings().num_embeddings
+    if largest >= vocabulary or int(ids.min()) < 0:
+        raise ValueError(
+            f"document_ids reach {largest}, but the model's vocabulary has {vocabulary} tokens; "
+            "tokenise the text with this model's tokenizer."
+        )
+    check_length(model, ids.shape[1], "the document")
+
+
+def check_length(model: PreTrainedModel, n_tokens: int, what: str) -> None:
+    """Refuse, before any compute, what the model's positions or window can not hold."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and n_tokens > positions:
+        raise ValueError(
+            f"{what} has {n_tokens} tokens, but the model has {positions} positions. Shorten it."
+        )
+    window = compat.attention_window(model)
+    if window is not None and n_tokens > window:
+        raise ValueError(
+            f"{what} has {n_tokens} tokens, but {model.config.model_type} has layers with a window "
+            f"of {window}, and a pool is exact only within it. Shorten it."
+        )
+
+
+def check_owner(
+    pool: SharedKVPool,
+    what: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Refuse a pool that another model, or another tokenizer, built."""
+    theirs = {"model_fingerprint": model_fingerprint(model)}
+    if tokenizer is not None:
+        theirs["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
+    for name, found in theirs.items():
+        if pool.owner.get(name, found) != found:
+            raise PoolError(
+                f"{what} belongs to {pool.owner['model'] or 'another model'} with {name} "
+                f"{pool.owner[name][:12]}, this one has {found[:12]}. Build the pool again."
+            )
+
+
+def check_geometry(pool: SharedKVPool, model: PreTrainedModel, what: str) -> None:
+    """Refuse a pool of another shape than the model's cache."""
+    config = model.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    expected = (config.num_hidden_layers, config.num_key_value_heads, dim)
+    found = (pool.geometry.n_layers, pool.geometry.n_kv_heads, pool.geometry.head_dim)
+    if expected != found:
+        raise PoolError(
+            f"{what} holds (layers, KV heads, head_dim) = {found}, but the model has {expected}. "
+            "Open it with the model that built it."
+        )
