@@ -64,15 +64,19 @@ def printed_by(code: str) -> list[str]:
 
 
 def test_quick_start_is_ten_lines_and_answers_each_question() -> None:
-    code = blocks("python")[0]
+    code, *_, generate = blocks("python")
     assert len([line for line in code.splitlines() if line.strip()]) == 10
-    first, *answers = printed_by(code)
+    first, *answers, generated = printed_by(code + generate)
+    assert generated
     assert float(first.split(",")[-1].split("x")[0]) > 2.5
     assert sum(line.startswith("- ") and len(line) > 10 for line in answers) == 2
 
 
 def test_pieces_work_alone_as_shown() -> None:
-    bits, pool = printed_by(blocks("python")[1])
+    _, preset, pieces, plan, _ = blocks("python")
+    assert printed_by(preset)[0].endswith("n_sink=0")
+    assert printed_by(plan) == ["1024 tokens in both layers"]
+    bits, pool = printed_by(pieces)
     assert bits == "3.125 bits a number"
     assert pool.endswith("(1024, 1024)")
 

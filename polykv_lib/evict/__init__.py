@@ -3,7 +3,7 @@
 from polykv_lib.evict.base import EvictionPolicy, Merging, Protected, keep, kept_of, merger_of
 from polykv_lib.evict.cake import CAKE
 from polykv_lib.evict.cam import CAM
-from polykv_lib.evict.controls import FullKV, Random
+from polykv_lib.evict.controls import FullKV, Guarded, Random
 from polykv_lib.evict.d2o import D2O
 from polykv_lib.evict.expected_attention import ExpectedAttention
 from polykv_lib.evict.h2o import H2O
@@ -27,6 +27,7 @@ __all__ = [
     "EvictionPolicy",
     "ExpectedAttention",
     "FullKV",
+    "Guarded",
     "KeyDiff",
     "KeyNorm",
     "LayerPlan",

@@ -62,6 +62,45 @@ def merger_of(policy: EvictionPolicy) -> Merging | None:
     return next((part for part in parts(policy) if isinstance(part, Merging)), None)
 
 
+def check_counts(policy: object, **least: int) -> None:
+    """Refuse arguments that are no whole numbers of at least so many.
+
+    Raises:
+        ValueError: names the argument, its value and what it may be.
+    """
+    for name, smallest in least.items():
+        value = getattr(policy, name)
+        if not isinstance(value, int) or value < smallest:
+            raise ValueError(
+                f"{type(policy).__name__}({name}={value!r}); pass a whole number from {smallest}."
+            )
+
+
+def check_odd(policy: object, name: str) -> None:
+    """Refuse an even number of neighbours: it has no middle.
+
+    Raises:
+        ValueError: names the argument and its value.
+    """
+    value = getattr(policy, name)
+    if value % 2 == 0:
+        raise ValueError(f"{type(policy).__name__}({name}={value}); pass an odd number.")
+
+
+def check_shares(policy: object, *names: str) -> None:
+    """Refuse arguments outside 0 … 1.
+
+    Raises:
+        ValueError: names the argument and its value.
+    """
+    for name in names:
+        value = getattr(policy, name)
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(
+                f"{type(policy).__name__}({name}={value!r}); pass a share of the budget, 0 to 1."
+            )
+
+
 def queries_of(layer: LayerKV, policy: object) -> Queries:
     """The observation's queries.
 

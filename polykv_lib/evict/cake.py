@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from polykv_lib.evict.attention import over_groups, window_weights
-from polykv_lib.evict.base import Protected, queries_of
+from polykv_lib.evict.base import Protected, check_counts, check_odd, queries_of
 from polykv_lib.kv import LayerKV, Scores
 
 
@@ -30,6 +30,10 @@ class CAKE:
     gamma: float = 200.0
     tau1: float = 1.0
     tau2: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_counts(self, window=1, kernel=1)
+        check_odd(self, "kernel")
 
     def score(self, layer: LayerKV) -> Scores:
         """Pooled mean + gamma * variance; 0 for the window itself."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from polykv_lib.evict.attention import over_groups, window_weights
-from polykv_lib.evict.base import KeptIndex, Protected, queries_of
+from polykv_lib.evict.base import KeptIndex, Protected, check_counts, check_shares, queries_of
 from polykv_lib.evict.merging import at, evicted_of
 from polykv_lib.kv import LayerKV, Scores
 
@@ -30,6 +30,10 @@ class CAM:
     start: float = 0.5
     merged: int = 32
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_shares(self, "start")
+        check_counts(self, merged=1)
 
     def score(self, layer: LayerKV) -> Scores:
         """Recency: the token's place."""

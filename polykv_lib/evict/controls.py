@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polykv_lib.evict.base import EvictionPolicy, Protected
+from polykv_lib.evict.base import EvictionPolicy, Protected, check_counts
 from polykv_lib.kv import LayerKV, Scores
 
 
@@ -44,6 +44,9 @@ class Guarded:
     policy: EvictionPolicy
     first: int = 4
     last: int = 16
+
+    def __post_init__(self) -> None:
+        check_counts(self, first=0, last=0)
 
     def score(self, layer: LayerKV) -> Scores:
         """The policy's own."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from polykv_lib.evict.base import KeptIndex, Protected
+from polykv_lib.evict.base import KeptIndex, Protected, check_counts, check_shares
 from polykv_lib.evict.merging import at, evicted_of
 from polykv_lib.evict.tallies import AttentionReceived, running
 from polykv_lib.kv import LayerKV, Scores
@@ -29,6 +29,10 @@ class D2O:
     recent: float = 0.5
     n_sink: int = 4
     beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_shares(self, "recent", "beta")
+        check_counts(self, n_sink=0)
 
     @property
     def tally(self) -> AttentionReceived:

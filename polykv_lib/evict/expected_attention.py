@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from polykv_lib.evict.base import Protected, queries_of
+from polykv_lib.evict.base import Protected, check_counts, queries_of
 from polykv_lib.kv import LayerKV, Scores
 
 
@@ -22,6 +22,9 @@ class ExpectedAttention:
     window: int = 256
     n_sink: int = 4
     epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_counts(self, window=1, n_sink=0)
 
     def score(self, layer: LayerKV) -> Scores:
         """(softmax over tokens of the log-expectation + epsilon) * norm of the value."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from polykv_lib.evict.base import Protected
+from polykv_lib.evict.base import Protected, check_shares
 from polykv_lib.evict.tallies import AttentionReceived, running
 from polykv_lib.kv import LayerKV, Scores
 
@@ -16,6 +16,9 @@ class H2O:
     """
 
     recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_shares(self, "recent")
 
     @property
     def tally(self) -> AttentionReceived:

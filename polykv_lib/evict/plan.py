@@ -46,6 +46,15 @@ class LayerPlan:
     policy: EvictionPolicy
     budget: int | tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        numbers = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        if not numbers or not all(isinstance(b, int) and b > 0 for b in numbers):
+            raise ValueError(
+                f"budget {self.budget!r}; pass tokens for each KV head, or a tuple with one a head."
+            )
+        if not isinstance(self.policy, EvictionPolicy):
+            raise ValueError(f"policy {self.policy!r}; pass a policy such as H2O() or SnapKV().")
+
     def budgets(self, n_heads: int) -> tuple[int, ...]:
         """Tokens of each KV head."""
         return (self.budget,) * n_heads if isinstance(self.budget, int) else self.budget
@@ -175,26 +184,26 @@ def _layer(entry: Any, where: str) -> LayerPlan:
     if not isinstance(entry, dict) or "budget" not in entry:
         raise ValueError(f"{where}: an entry needs `policy` and `budget`, got {entry!r}.")
     budget = entry["budget"]
-    numbers = budget if isinstance(budget, list) else [budget]
-    if not numbers or not all(isinstance(b, int) and b > 0 for b in numbers):
+    if not isinstance(budget, int | list):
         raise ValueError(f"{where}: budget {budget!r}; pass tokens, or a list with one a KV head.")
     described = {k: v for k, v in entry.items() if k != "budget"}
-    policy = policy_from(described, where)
-    return LayerPlan(policy=policy, budget=tuple(budget) if isinstance(budget, list) else budget)
+    try:
+        return LayerPlan(
+            policy=_policy(described), budget=tuple(budget) if isinstance(budget, list) else budget
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
-def policy_from(description: Mapping[str, Any], where: str = "policy") -> EvictionPolicy:
+def _policy(description: Mapping[str, Any]) -> EvictionPolicy:
     """The policy that {"policy": its name, argument: value, …} describes; policies may nest."""
     arguments = dict(description)
     name = arguments.pop("policy", None)
     if name not in POLICIES:
-        raise ValueError(f"{where}: no policy {name!r}; choose one of: {', '.join(POLICIES)}.")
-    nested = {
-        k: policy_from(v, f"{where}, {k}") if isinstance(v, dict) else v
-        for k, v in arguments.items()
-    }
+        raise ValueError(f"no policy {name!r}; choose one of: {', '.join(POLICIES)}.")
+    nested = {k: _policy(v) if isinstance(v, dict) else v for k, v in arguments.items()}
     try:
         return POLICIES[name](**nested)
     except TypeError as error:
         known = ", ".join(f.name for f in fields(POLICIES[name])) or "none"  # type: ignore[arg-type]
-        raise ValueError(f"{where}: {name} takes {known}; got {', '.join(nested)}.") from error
+        raise ValueError(f"{name} takes {known}; got {', '.join(nested)}.") from error

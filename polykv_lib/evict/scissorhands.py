@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from polykv_lib.evict.attention import over_groups, window_weights
-from polykv_lib.evict.base import Protected, queries_of
+from polykv_lib.evict.base import Protected, check_counts, queries_of
 from polykv_lib.evict.tallies import extended, running
 from polykv_lib.kv import LayerKV, Scores
 
@@ -45,6 +45,9 @@ class Scissorhands:
 
     window: int = 400
     recent: int = 10
+
+    def __post_init__(self) -> None:
+        check_counts(self, window=1, recent=0)
 
     @property
     def tally(self) -> Unimportance:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from polykv_lib.evict.attention import over_groups, window_weights
-from polykv_lib.evict.base import Protected, queries_of
+from polykv_lib.evict.base import Protected, check_counts, check_odd, queries_of
 from polykv_lib.kv import LayerKV, Scores
 
 
@@ -24,6 +24,12 @@ class SnapKV:
     window: int = 32
     kernel: int = 5
     pooling: Literal["average", "maximum"] = "average"
+
+    def __post_init__(self) -> None:
+        check_counts(self, window=1, kernel=1)
+        check_odd(self, "kernel")
+        if self.pooling not in ("average", "maximum"):
+            raise ValueError(f"SnapKV(pooling={self.pooling!r}); choose average or maximum.")
 
     def score(self, layer: LayerKV) -> Scores:
         """Pooled mean attention of the window's queries; 0 for the window itself."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polykv_lib.evict.base import Protected
+from polykv_lib.evict.base import Protected, check_counts
 from polykv_lib.kv import LayerKV, Scores
 
 
@@ -16,6 +16,9 @@ class StreamingLLM:
     """
 
     n_sink: int = 4
+
+    def __post_init__(self) -> None:
+        check_counts(self, n_sink=0)
 
     def score(self, layer: LayerKV) -> Scores:
         """Recency: the token's position."""

@@ -124,6 +124,11 @@ def test_totals_count_every_head():
             "SnapKV takes window, kernel, pooling; got windw",
         ),
         ("prefill: [{policy: SnapKV, budget: 0.5}]", "budget 0.5; pass tokens"),
+        (
+            "prefill: [{policy: SnapKV, window: -3, budget: 3}]",
+            r"layer 0: SnapKV\(window=-3\); pass a whole number",
+        ),
+        ("prefill: [{policy: SnapKV, budget: [3, 0]}]", r"layer 0: budget \(3, 0\); pass tokens"),
         ("prefill: [{policy: SnapKV}]", "an entry needs `policy` and `budget`"),
         ("layers: []", "it needs `prefill:`, a list with an entry a layer"),
         ("prefill: [", "is not YAML"),

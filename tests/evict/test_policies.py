@@ -172,3 +172,28 @@ def test_random_is_the_same_for_a_seed():
     a, b, c = (keep(Random(seed=s), observation(), (9, 9))[0].tolist() for s in (0, 0, 1))
     assert a == b != c
     assert isinstance(Random().protect(3), Protected)
+
+
+def made(family: type, **fields: object) -> object:
+    """A policy as a caller without type checks makes it."""
+    policy = family()
+    for name, value in fields.items():
+        object.__setattr__(policy, name, value)
+    policy.__post_init__()
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        (SnapKV, {"window": 0}, r"SnapKV\(window=0\); pass a whole number from 1"),
+        (SnapKV, {"window": "wide"}, "window='wide'"),
+        (SnapKV, {"kernel": 4}, r"kernel=4\); pass an odd number"),
+        (SnapKV, {"pooling": "mean"}, "pooling='mean'.*choose average or maximum"),
+        (H2O, {"recent": -1}, r"H2O\(recent=-1\); pass a share of the budget, 0 to 1"),
+        (StreamingLLM, {"n_sink": -1}, "n_sink=-1"),
+    ],
+)
+def test_bad_arguments_say_what_to_do(family, fields, message):
+    with pytest.raises(ValueError, match=message):
+        made(family, **fields)
