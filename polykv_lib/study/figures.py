@@ -62,8 +62,7 @@ def ppl_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
     deltas = pick(deltas, protocol=protocol)
     ax.axhline(0, color="black", lw=0.6)
     lengths = deltas.groupby("codec", sort=False)["prefix_tokens"].nunique()
-    everywhere = lengths[lengths == lengths.max()].index
-    codecs = [codec for codec in everywhere if codec != "full"]
+    codecs = [c for c in lengths[lengths == lengths.max()].index if c != "full"]
     for i, codec in enumerate(codecs):
         rows = pick(deltas, codec=codec).sort_values("prefix_tokens")
         aside = 1.035 ** (i - (len(codecs) - 1) / 2)  # so that intervals do not cover each other
@@ -76,10 +75,9 @@ def ppl_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
 
 def kl_vs_bits(numbers: pd.DataFrame, ax: Axes) -> None:
     """KL from the full cache over the bits one element takes, one point a codec."""
-    table = pick(numbers, table="kl_vs_bits")
-    bits = pick(table, metric="bits_per_element").set_index("codec")["value"].sort_values()
-    kl = pick(table, metric="kl_nats")
-    for codec in bits.index:
+    bits = pick(numbers, table="kl_vs_bits", metric="bits_per_element").set_index("codec")["value"]
+    kl = pick(numbers, table="kl_vs_bits", metric="kl_nats")
+    for codec in bits.sort_values().index:
         rows = pick(kl, codec=codec)
         if codec != "full":
             series(ax, bits[[codec] * len(rows)], rows, codec)

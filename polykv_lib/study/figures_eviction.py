@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from polykv_lib.study.drawing import counted, legend_below, look
 from polykv_lib.study.rows import pick
@@ -39,7 +40,7 @@ def recovery_by_family(numbers: pd.DataFrame, ax: Axes) -> None:
     ax.set_xticks(range(len(families)), [f.replace("_", "\n") for f in families], fontsize=6)
     ax.set_ylim(max(FLOOR, ax.get_ylim()[0]), 105)
     ax.set_ylabel("gap to the full cache recovered [%]")
-    cut = f", {n_below} bars cut at {FLOOR:.0f} %" if n_below else ""
+    cut = f", bars cut at {FLOOR:.0f} %: {n_below}" if n_below else ""
     ax.set_title(f"{_title(gaps)}, {counted(gaps, 'items')}{cut}")
     legend_below(ax)
 
@@ -60,6 +61,7 @@ def plan_map(numbers: pd.DataFrame, ax: Axes) -> None:
         ax.bar(0, 0, color=look(policy).colour, label=look(policy).label)
     ax.set_yticks([len(methods) - 1 - i + 0.45 for i in range(len(methods))], methods)
     ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlabel="layer", ylim=(0, len(methods)))
     ax.set_title(f"{_title(plans)}; a full row is {tokens:,.0f} tokens")
     legend_below(ax)

@@ -136,12 +136,37 @@ def _fidelity() -> Iterator[Row]:
             )
 
 
+def _plans() -> Iterator[Row]:
+    setting = {"model": MODEL, "suite": "offline", "question": "hidden", "keep": 0.25}
+    kl = {"H2O": 0.9, "KeyDiff": 1.2, "paper-b": 0.8, "gain-curve": 0.2}
+    roles = {"H2O": "best single", "KeyDiff": "single"}
+    for method, value in kl.items():
+        at = setting | {"method": method, "role": roles.get(method, "plan"), "codec": "full"}
+        for i, family in enumerate(("stated_fact", "next_line", "macro")):
+            gap = 100 * (1 - value / 0.9) - 90 * i * (method == "paper-b")
+            own: dict[str, Any] = at | {"family": family, "n": 12 if family == "macro" else 6}
+            yield _row("recovery", "kl_nats", value, "nats", lo=0.8 * value, hi=1.3 * value, **own)
+            yield _row("recovery", "gap_recovered_pct", gap, "%", lo=gap - 9, hi=gap + 4, **own)
+        yield _row("quality_bytes", "kl_nats", value, "nats", **at)
+        yield _row("quality_bytes", "pool_bytes", 1e6, "B", **at)
+        if method in ("paper-b", "gain-curve"):
+            for layer in range(4):
+                budget = 140 if method == "paper-b" else (40, 440, 40, 40)[layer]
+                policy = ("H2O", "KeyDiff")[layer % 2]
+                yield _row("plan", "budget", budget, "tokens", kind="computed", method=method,
+                           layer=layer, policy=policy, context_tokens=560, **setting)  # fmt: skip
+    for i, direction in enumerate(("forward", "inverse")):
+        varied = setting | {"varied": "policies", "signal": "cosine", "direction": direction}
+        yield _row("ablations", "kl_nats", 0.8 + i, "nats", n=12, lo=0.7 + i, hi=1.0 + i, **varied)
+
+
 @pytest.fixture(scope="session")
 def synthetic() -> list[Record]:
     groups = {
         "memory_scaling": [*_pool_memory(), *_agents()],
         "ppl_inversion": list(_perplexity()),
         "agent_fidelity": list(_fidelity()),
+        "plan_recovery": list(_plans()),
     }
     return [
         Record(

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from polykv_lib import presets
-from polykv_lib.study import dataflow, figures
+from polykv_lib.study import dataflow, figures, figures_eviction
 from polykv_lib.study.drawing import LOOKS, counted, house_style, look
 from polykv_lib.study.record import Record
 from polykv_lib.study.rows import tidy
@@ -66,6 +67,33 @@ def test_decode_step_starts_at_zero_and_has_every_method(synthetic: list[Record]
     assert ax.get_ylim()[0] == 0
     assert len(bars(ax)) == 4
     assert "2,048 tokens" in ax.get_title(loc="left")
+
+
+def test_recovery_has_a_bar_a_plan_and_family_with_its_interval(synthetic: list[Record]) -> None:
+    ax = drawn(figures_eviction.recovery_by_family, synthetic)
+    heights = {c.get_label(): [bar.get_height() for bar in c] for c in ax.containers if len(c) == 3
+               and isinstance(c, BarContainer)}  # fmt: skip
+    assert heights["gain x curve, layers"] == pytest.approx([100 * (1 - 0.2 / 0.9)] * 3)
+    assert heights["routing by cosine"] == pytest.approx([100 / 9 - 90 * i for i in range(3)])
+    gap = 100 * (1 - 0.2 / 0.9)
+    intervals = [
+        c.lines[2][0].get_segments() for c in ax.containers if not isinstance(c, BarContainer)
+    ]  # type: ignore[attr-defined]
+    assert np.array(intervals[1])[:, :, 1] == pytest.approx(np.array([[gap - 9, gap + 4]] * 3))
+    assert ax.get_ylim()[0] == -100
+    assert ax.get_title(loc="left").endswith("n = 6 to 12 items, bars cut at -100 %: 1")
+
+
+def test_plan_map_shows_each_layers_policy_and_share(synthetic: list[Record]) -> None:
+    ax = drawn(figures_eviction.plan_map, synthetic)
+    rows = [c for c in ax.containers if isinstance(c, BarContainer) and len(c) == 4]
+    uniform, routed = ([bar.get_height() for bar in row] for row in rows)
+    assert uniform == pytest.approx([0.9 * 0.25] * 4)
+    assert routed == pytest.approx([0.9 * b / 560 for b in (40, 440, 40, 40)])
+    for row in rows:
+        colours = [bar.get_facecolor()[:3] for bar in row]
+        assert colours == [to_rgb(look(p).colour) for p in ("H2O", "KeyDiff") * 2]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["paper-b", "gain-curve"]
 
 
 def test_published_memory_is_hollow_and_ours_filled(

@@ -195,7 +195,7 @@ def protocol(question: str, n_boot: int) -> dict[str, Any]:
 
 
 def stratified(
-    families: Sequence[Float[ndarray, "item column"]],
+    families: Sequence[Float[ndarray, "_ column"]],
     of_means: Callable[[Float[ndarray, "... column"]], Any],
     *,
     seed: int,

@@ -1,0 +1,407 @@
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from polykv_lib import hf
+from polykv_lib.evict import H2O, Plan
+from polykv_lib.kv import LayerKV
+from polykv_lib.study.experiments import (
+    eviction_items,
+    eviction_scores,
+    plan_ablations,
+    plan_recovery,
+)
+from polykv_lib.study.experiments.eviction_items import (
+    POLICIES,
+    Asked,
+    Wanted,
+    check_disjoint,
+    continuation,
+    encoded,
+    single,
+)
+from polykv_lib.study.experiments.eviction_scores import ScoredOnce, check_evicted, stratified
+from polykv_lib.study.record import Outcome, Row
+from polykv_lib.tasks import ruler
+from polykv_lib.tasks.base import Item
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+TASKS = ["niah_multikey_2", "fwe"]  # generated: no articles are read
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """A small random Llama over bytes takes the place of every model."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4_096,
+        initializer_range=0.4,  # large enough for the context to matter
+    )
+    model = hf.prepare(LlamaForCausalLM(config).eval())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "load_model", lambda name: (model, tokenizer))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield model, tokenizer
+
+
+def silent(text: str) -> None:
+    assert "\n" not in text
+
+
+def found(outcome: Outcome, table: str, metric: str, **dims: object) -> list[Row]:
+    return [
+        row
+        for row in outcome.rows
+        if (row.table, row.metric) == (table, metric) and row.dims.items() >= dims.items()
+    ]
+
+
+SHARED = {
+    "MODEL": "tiny",
+    "SEED": 0,
+    "SUITE": "ruler",
+    "TASKS": TASKS,
+    "N_ITEMS": 2,
+    "N_CALIBRATION": 1,
+    "CONTEXT_TOKENS": 900,
+    "QUESTION": "hidden",
+    "CANDIDATES": ["H2O", "KeyDiff"],
+    "N_BOOT": 100,
+}
+RECOVERY = SHARED | {
+    "LONGBENCH_DIR": "",
+    "KEEP": [0.25, 0.5],
+    "POLICIES": ["H2O", "StreamingLLM", "PyramidKV"],
+    "PLANS": ["paper-b", "gain-curve", "gain-curve-heads"],
+    "CODECS": ["full", "polykv"],
+    "MAX_NEW_TOKENS": 3,
+}
+MADE = {"paper-b", "paper-b, ppl budgets", "gain-curve", "gain-curve-heads"}
+
+
+@pytest.fixture(scope="module")
+def recovery(tiny: tuple[Any, Any]) -> Outcome:
+    return plan_recovery.run(RECOVERY, silent)
+
+
+def test_every_method_has_its_numbers_by_family_and_over_all(recovery: Outcome) -> None:
+    methods = {"FullKV", *RECOVERY["POLICIES"], *MADE}
+    for keep in (0.25, 0.5):
+        for family, n in (*((task, 2) for task in TASKS), ("macro", 4)):
+            kl = found(recovery, "recovery", "kl_nats", keep=keep, family=family, codec="full")
+            assert {row.dims["method"] for row in kl} == methods
+            for row in kl:
+                assert row.n == n
+                assert row.lo is not None
+                assert row.hi is not None
+                assert row.lo - 1e-9 <= row.value <= row.hi + 1e-9
+    roles = {row.dims["method"]: row.dims["role"] for row in recovery.rows if "role" in row.dims}
+    assert roles["FullKV"] == "full cache"
+    assert roles["PyramidKV"] == "single", "its budgets are not uniform"
+    assert {m for m, role in roles.items() if role == "plan"} == MADE
+
+
+def test_macro_means_are_means_of_families(recovery: Outcome) -> None:
+    for metric in ("kl_nats", "nll_delta_nats", "exact"):
+        where = {"method": "gain-curve", "keep": 0.25, "codec": "full"}
+        each = [found(recovery, "recovery", metric, family=f, **where)[0].value for f in TASKS]
+        [macro] = found(recovery, "recovery", metric, family="macro", **where)
+        assert macro.value == pytest.approx(np.mean(each))
+
+
+def test_the_gap_is_measured_from_the_best_single_policy_to_the_full_cache(
+    recovery: Outcome,
+) -> None:
+    best = recovery.protocol["best_single"]
+    assert isinstance(best, dict)
+    for keep in (0.25, 0.5):
+        where = {"keep": keep, "family": "macro", "codec": "full"}
+        [base] = found(recovery, "recovery", "kl_nats", method=best[str(keep)], **where)
+        assert base.dims["role"] == "best single"
+        [own] = found(recovery, "recovery", "kl_nats", method="paper-b", **where)
+        for method, gap in (
+            (best[str(keep)], 0),
+            ("FullKV", 100),
+            ("paper-b", 100 * (1 - own.value / base.value)),
+        ):
+            [row] = found(recovery, "recovery", "gap_recovered_pct", method=method, **where)
+            assert row.value == pytest.approx(gap, abs=1e-3)
+
+
+def test_all_methods_keep_equally_many_tokens(recovery: Outcome) -> None:
+    kept: dict[tuple[object, object], set[object]] = {}
+    for sample in recovery.samples:
+        if sample["method"] != "FullKV":
+            kept.setdefault((sample["item"], sample["keep"]), set()).add(sample["n_kept"])
+    assert len(kept) == 2 * 4
+    assert all(len(counts) == 1 for counts in kept.values())
+
+
+def test_free_answers_and_further_codecs_are_the_finalists(recovery: Outcome) -> None:
+    scored = {row.dims["method"] for row in found(recovery, "recovery", "score", family="macro")}
+    best = recovery.protocol["best_single"]
+    assert isinstance(best, dict)
+    assert scored == {"FullKV", *MADE, *best.values()}
+    ratio = {
+        (row.dims["method"], row.dims["codec"]): row.value
+        for row in found(recovery, "quality_bytes", "memory_ratio", keep=0.25)
+    }
+    assert ratio["FullKV", "full"] == pytest.approx(1, abs=0.02)
+    assert ratio["gain-curve", "full"] == pytest.approx(4, abs=0.2)
+    assert ratio["gain-curve", "polykv"] > 2 * ratio["gain-curve", "full"]
+    assert {codec for method, codec in ratio if method == "PyramidKV"} == {"full"}
+
+
+def test_a_plan_has_a_row_a_layer_and_equal_totals(recovery: Outcome) -> None:
+    for method in MADE:
+        rows = found(recovery, "plan", "budget", method=method, keep=0.25)
+        tokens = rows[0].dims["context_tokens"]
+        assert isinstance(tokens, int)
+        assert [row.dims["layer"] for row in rows] == [0, 1]
+        assert sum(row.value for row in rows) == pytest.approx(2 * round(0.25 * tokens))
+        assert {row.dims["policy"] for row in rows} <= set(POLICIES)
+
+
+def test_what_was_hidden_and_calibrated_on_is_recorded(recovery: Outcome) -> None:
+    assert recovery.protocol["question_visible_when_compressing"] is False
+    calibrated = recovery.protocol["calibration_items"]
+    assert isinstance(calibrated, list)
+    assert not set(calibrated) & {s["item"] for s in recovery.samples}  # type: ignore[arg-type]
+
+
+ABLATIONS = SHARED | {"KEEP": 0.25, "N_SHUFFLES": 3}
+
+
+@pytest.fixture(scope="module")
+def ablations(tiny: tuple[Any, Any]) -> Outcome:
+    return plan_ablations.run(ABLATIONS, silent)
+
+
+def test_each_signal_has_its_opposite_and_every_part_its_row(ablations: Outcome) -> None:
+    rows = found(ablations, "ablations", "kl_nats")
+    lines = [(r.dims["varied"], r.dims["signal"], r.dims["direction"]) for r in rows]
+    assert len(set(lines)) == len(lines)
+    for direction in ("forward", "inverse"):
+        for signal in ("cosine", "ppl", "error"):
+            assert ("policies", signal, direction) in lines
+        for signal in ("entropy", "ppl", "curve", "gain_curve"):
+            assert ("budgets", signal, direction) in lines
+    ours = "error + gain_curve"
+    for varied in ("both", "both, head budgets", "both, calibrated on no retrieval"):
+        assert (varied, ours, "forward") in lines
+    assert ("policies", "cosine", "3 shuffles, mean") in lines
+
+
+def test_differences_are_paired_with_the_single_policy(ablations: Outcome) -> None:
+    [base] = found(ablations, "ablations", "kl_nats", varied="single")
+    assert base.dims["signal"] == ablations.protocol["best_single"]
+    for row in found(ablations, "ablations", "kl_nats"):
+        [over] = found(ablations, "ablations", "kl_over_single_nats", **row.dims)
+        assert over.value == pytest.approx(row.value - base.value)
+
+
+def test_shuffles_are_ranked_and_averaged(ablations: Outcome) -> None:
+    of: dict[object, list[float]] = {}
+    for sample in ablations.samples:
+        of.setdefault(sample["plan"], []).append(float(str(sample["kl"])))
+    means = {name: np.mean(values) for name, values in of.items()}  # families are equally large
+    own = means["budgets by gain_curve, forward"]
+    drawn = [means[f"budgets by gain_curve, shuffle {i}"] for i in range(3)]
+    [rank] = found(ablations, "ablations", "rank_among_shuffles", varied="budgets")
+    assert (rank.value, rank.n) == (1 + sum(m < own for m in drawn), 4)
+    [mean] = found(
+        ablations, "ablations", "kl_nats", varied="budgets", direction="3 shuffles, mean"
+    )
+    assert mean.value == pytest.approx(np.mean(drawn), abs=1e-5)
+
+
+def test_the_visible_question_is_read_before_the_eviction(tiny: tuple[Any, Any]) -> None:
+    _, tokenizer = tiny
+    wanted = Wanted(
+        suite="ruler",
+        tasks=["fwe"],
+        n_calibration=1,
+        n_items=1,
+        context_tokens=900,
+        question="hidden",
+        seed=0,
+    )
+    [hidden], [visible] = (
+        wanted.both(tokenizer)[1],
+        replace(wanted, question="visible").both(tokenizer)[1],
+    )
+    assert hidden.item == visible.item
+    assert len(visible.encoded.question_ids) == 1
+    whole = hidden.encoded.context_ids + hidden.encoded.question_ids
+    assert visible.encoded.context_ids + visible.encoded.question_ids == whole
+
+
+def asked(tokenizer: Any, **changes: Any) -> Asked:
+    [item] = ruler.items("fwe", n=1, length=900, count_tokens=len)
+    item = replace(item, **changes)
+    return Asked(item=item, encoded=encoded(tokenizer, item))
+
+
+def test_a_conversation_is_well_formed_and_a_bare_prompt_is_bare(tiny: tuple[Any, Any]) -> None:
+    _, tokenizer = tiny
+    chat = {
+        "context": "Text.",
+        "question": "\n\nWho?",
+        "answer_prefix": "It is ",
+        "answers": ("A",),
+    }
+    own = asked(tokenizer, **chat).encoded
+    text = [tokenizer.decode(ids) for ids in (own.context_ids, own.question_ids, own.answer_ids)]
+    assert text == ["<s>user\nText.", "\n\nWho?</s>\n<s>assistant\nIt is", " A"]
+    own = asked(tokenizer, chat_template=False, **chat).encoded
+    assert tokenizer.decode(own.context_ids + own.question_ids) == "Text.\n\nWho?It is"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "answers", "metric", "expected"),
+    [
+        ("", ("A b",), "qa_f1", ("", "A b")),
+        ("They are:", ("a", "b"), "string_match_all", ("They are:", " a, b")),
+        ("First or", ("a", "b"), "string_match_part", ("First or", " a")),
+        ("Said. [Paragraph", ("Paragraph 5",), "retrieval", ("Said. [Paragraph", " 5")),
+    ],
+)
+def test_the_reference_goes_on_from_the_prefix(
+    prefix: str, answers: tuple[str, ...], metric: str, expected: tuple[str, str]
+) -> None:
+    [item] = ruler.items("fwe", n=1, length=900, count_tokens=len)
+    changed: Item = replace(item, answer_prefix=prefix, answers=answers, metric=metric)
+    assert continuation(changed) == expected
+
+
+def test_calibration_and_test_share_no_text(tiny: tuple[Any, Any]) -> None:
+    one = asked(tiny[1])
+    other = asked(tiny[1], id="other", context="other")
+    check_disjoint([one], [other])
+    for same in (
+        replace(other.item, id=one.item.id),
+        replace(other.item, context=one.item.context),
+    ):
+        with pytest.raises(RuntimeError, match="scored on what they were made from"):
+            check_disjoint([one], [replace(other, item=same)])
+
+
+def test_longbench_is_calibrated_on_the_offline_suite(
+    tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [item] = ruler.items("fwe", n=1, length=900, count_tokens=len)
+    tasks: list[str] = []
+
+    def offline(task: str, **rest: Any) -> list[Item]:
+        tasks.append(task)
+        assert rest["split"] == "calibration"
+        return [replace(item, id=f"c/{task}", context=f"own {task}")]
+
+    def records(task: str, *, n: int, folder: object) -> list[Item]:
+        assert (task, n, folder) == ("qasper", 2, None)
+        return [item]
+
+    monkeypatch.setattr(eviction_items.offline_suite, "items", offline)
+    monkeypatch.setattr(eviction_items.longbench, "items", records)
+    wanted = Wanted(
+        suite="longbench",
+        tasks=["qasper"],
+        n_calibration=1,
+        n_items=2,
+        context_tokens=400,
+        question="hidden",
+        seed=0,
+    )
+    calibration, [test] = wanted.both(tiny[1])
+    assert tasks == list(eviction_items.offline_suite.TASKS)
+    assert len(calibration) == len(tasks)
+    assert len(item.prompt) > 400, "longer than asked for, so its middle is left out"
+    assert len(test.item.prompt) == 400
+
+
+def test_a_shared_policy_scores_a_layer_once_and_keeps_the_same() -> None:
+    torch.manual_seed(0)
+    layers = [
+        LayerKV(keys=torch.randn(1, 2, 40, 8), values=torch.randn(1, 2, 40, 8),
+                queries=torch.randn(1, 4, 40, 8)) for _ in range(2)
+    ]  # fmt: skip
+    calls = []
+
+    class Counting(H2O):
+        def score(self, layer: LayerKV) -> Any:
+            calls.append(layer)
+            return super().score(layer)
+
+    shared = ScoredOnce(Counting())
+    for layer in layers:
+        for budget in (10, 20):
+            own = Plan.uniform(H2O(), budget, 1).layers[0].keep(layer)
+            once = Plan.uniform(shared, budget, 1).layers[0].keep(layer)
+            assert all(torch.equal(a, b) for a, b in zip(own, once, strict=True))
+    assert calls == layers
+
+
+def test_a_run_in_which_nothing_was_evicted_is_an_error() -> None:
+    check_evicted("x", 100, {"a": 25, "b": 25})
+    with pytest.raises(RuntimeError, match="nothing of 'x' was evicted by b"):
+        check_evicted("x", 100, {"a": 25, "b": 100})
+    with pytest.raises(RuntimeError, match="different totals of 'x'"):
+        check_evicted("x", 100, {"a": 25, "b": 26})
+
+
+def test_pyramid_spends_what_a_uniform_policy_does() -> None:
+    for n_tokens in (160, 641):
+        totals = {name: single(name, 0.25, 30)(n_tokens).total(3) for name in ("H2O", "PyramidKV")}
+        assert len(set(totals.values())) == 1
+
+
+def test_items_are_resampled_inside_families_and_pairs_stay_together() -> None:
+    first = np.array([[1.0, 2.0], [3.0, 6.0]])
+    second = np.array([[10.0, 20.0], [10.0, 20.0], [10.0, 20.0]])
+    sampling: dict[str, Any] = {"seed": 0, "n_resamples": 500}
+    mean = stratified([first, second], lambda m: m[..., 0], **sampling)
+    assert (mean.value, mean.lo, mean.hi, mean.n) == (6, 5.5, 6.5, 5)
+    ratio = stratified([first, second], lambda m: m[..., 0] / m[..., 1], **sampling)
+    assert (ratio.value, ratio.lo, ratio.hi) == (0.5, 0.5, 0.5)
+    alone = stratified([first, second[:1]], lambda m: m[..., 0], **sampling)
+    assert (alone.value, alone.lo, alone.hi) == (6, None, None)
+
+
+def test_answers_end_where_their_task_says(
+    tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny
+    ids = tokenizer("\nname\nmore", add_special_tokens=False)["input_ids"]
+    limits = []
+
+    def greedy(*_: Any, max_new_tokens: int, **rest: Any) -> list[list[int]]:
+        limits.append(max_new_tokens)
+        return [ids]
+
+    monkeypatch.setattr(hf, "greedy", greedy)
+    for stops, limit, expected in ((False, 9, "\nname\nmore"), (True, 100, "\nname")):
+        own = asked(tokenizer, stop_at_newline=stops, max_new_tokens=50)
+        assert eviction_scores.generate(model, tokenizer, own, None, limit) == expected
+    assert limits == [9, 50]
