@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from polykv_lib.study import params as parameters
 from polykv_lib.study.notebook import profile_of
 from polykv_lib.study.params import ExperimentParameters, ParameterError, Parameters
+from polykv_lib.study.platform import repository
 from polykv_lib.study.store import key_of
 
 
@@ -74,6 +75,19 @@ def load_grid(file: Path) -> Grid:
         raise ParameterError(f"{file.name} is not a grid of defaults and points: {said}") from None
 
 
+def is_point(profile: str, experiment: str, key: str) -> bool:
+    """Whether the checkout's grid of a profile holds a point; False without a readable grid."""
+    root = repository()
+    if root is None:
+        return False
+    try:
+        grid = load_grid(root / "env" / "grids" / f"{profile}.yaml")
+        points = expand(grid, root / "notebooks", profile, only=[experiment])
+    except (ValueError, SyntaxError):  # a grid or a parameters cell that someone is editing, too
+        return False
+    return any(point.key == key for point in points)
+
+
 def notebook_defaults(source: Path) -> dict[str, Any]:
     """The literals of a notebook's `parameters` cell, by name."""
     found = papermill.inspect_notebook(source)
@@ -103,14 +117,18 @@ def expand(
     overrides = overrides or {}
     entries = [entry for entry in grid.points if _chosen(entry.notebook, only)]
     if not entries:
-        known = ", ".join(dict.fromkeys(entry.notebook for entry in grid.points))
-        raise ParameterError(f"--only {' '.join(only)} matches no notebook of the grid: {known}")
+        known = list(dict.fromkeys(entry.notebook for entry in grid.points))
+        experiments = filter(None, (parameters.schema_of(name).experiment for name in known))
+        raise ParameterError(
+            f"--only {' '.join(only)} matches no notebook of the grid: {', '.join(known)}; "
+            f"and no experiment: {', '.join(experiments)}"
+        )
     schemas = [parameters.schema_of(entry.notebook) for entry in entries]
     names = dict.fromkeys(name for schema in schemas for name in schema.model_fields)
     for name in overrides:
-        parameters.refuse_unknown(name, names, "this run")
+        parameters.refuse_unknown(name, names, "This run")
     for name in grid.defaults:
-        parameters.refuse_unknown(name, parameters.all_names(), "a grid's defaults")
+        parameters.refuse_unknown(name, parameters.all_names(), "A grid")
     points = [
         point for entry in entries for point in _points(grid, entry, notebooks, profile, overrides)
     ]

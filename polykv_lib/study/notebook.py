@@ -17,7 +17,7 @@ from polykv_lib.study.own import OWN, own_table
 from polykv_lib.study.params import ExperimentParameters, Parameters
 from polykv_lib.study.record import Failure, Outcome, Record
 from polykv_lib.study.rows import pick, tidy
-from polykv_lib.study.store import Store, key_of
+from polykv_lib.study.store import Store, is_trial, key_of
 
 MARK = "… "  # starts each progress line, by which the batch runner forwards them
 OUT_OF_MEMORY = ("OutOfMemory", "MemoryError", "can't allocate memory", "out of memory")
@@ -71,7 +71,8 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
     """The record of these parameters: the stored one, else computed now and stored.
 
     A failure is stored too, with its type and message, and then raised: the point is computed again
-    the next time it is asked for.
+    the next time it is asked for. The provenance says whether the profile's grid holds the point;
+    one that it does not hold stays out of tables and figures.
 
     Args:
         experiment: module name in `polykv_lib.study.experiments`.
@@ -80,11 +81,18 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
     Returns:
         The point's record, status "ok".
     """
+    from polykv_lib.study.grid import is_point  # here, because that module imports this one
+
     store = store_of(chosen)
     key = key_of(experiment, chosen.resolved)
+    marks = {"grid_point": is_point(profile_of(chosen), experiment, key)}
     stored = store.get(experiment, key)
     if stored is not None and stored.status == "ok" and not chosen.FORCE:
         _print(f"{experiment} {key} is in the store already; FORCE=True computes it again")
+        if is_trial(stored) and marks["grid_point"]:  # the grid has taken it in since
+            stored = stored.model_copy(update={"provenance": stored.provenance | marks})
+            store.put(stored)
+        _say_if_trial(stored)
         return stored
     blank = Record(experiment=experiment, key=key, params=chosen.resolved, status="failed")
     clock = Clock(profile=profile_of(chosen))
@@ -94,7 +102,7 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
         failed = blank.model_copy(
             update={
                 "error": failure(type(error).__name__, str(error)),
-                "provenance": clock.provenance(),
+                "provenance": clock.provenance() | marks,
             }
         )
         store.put(failed)
@@ -104,11 +112,12 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
             "status": "ok",
             "rows": outcome.rows,
             "samples": outcome.samples,
-            "provenance": clock.provenance() | outcome.protocol,
+            "provenance": clock.provenance() | outcome.protocol | marks,
         }
     )
     path = store.put(record)
     _print(f"{experiment} {key}: {len(record.rows)} rows, stored in {path}")
+    _say_if_trial(record)
     return record
 
 
@@ -172,6 +181,14 @@ class Progress:
         if now_s - self.printed_s >= self.every_s:
             self.printed_s = now_s
             self.write(text)
+
+
+def _say_if_trial(record: Record) -> None:
+    if is_trial(record):
+        _print(
+            f"{record.experiment} {record.key} is not a point of the grid: stored, but kept out of "
+            "the tables"
+        )
 
 
 def _print(text: str) -> None:

@@ -163,7 +163,7 @@ def schema_of(notebook: str) -> type[Parameters]:
     """The parameter class of a notebook, by file name without suffix."""
     if notebook not in NOTEBOOKS:
         hint = near(notebook, NOTEBOOKS)
-        raise ParameterError(f"unknown notebook {notebook!r}{hint}. Known: {', '.join(NOTEBOOKS)}")
+        raise ParameterError(f"unknown notebook {notebook!r}{hint} Known: {', '.join(NOTEBOOKS)}")
     return NOTEBOOKS[notebook]
 
 
@@ -191,15 +191,15 @@ def refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
     """Raises a ParameterError that proposes the nearest name, unless the name is known."""
     if name not in known:
         raise ParameterError(
-            f"unknown parameter {name}{near(name, known)}. {where} takes {', '.join(known)}"
+            f"unknown parameter {name}{near(name, known)} {where} takes {', '.join(known)}"
         )
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The known name nearest to a misspelt one, as a question to append; empty if none is near."""
+    """The known name nearest to a misspelt one, as a question that ends the sentence, else "."."""
     by_capitals = {k.upper(): k for k in known}
     found = difflib.get_close_matches(name.upper(), by_capitals, n=1)
-    return f"; did you mean {by_capitals[found[0]]}?" if found else ""
+    return f"; did you mean {by_capitals[found[0]]}?" if found else "."
 
 
 def _one_line(error: ValidationError, notebook: str) -> str:

@@ -93,7 +93,8 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise PlatformError(
-            f"cannot write results to {folder} ({reason}); set OUT_DIR to a folder you may write"
+            f"cannot write results to {folder} ({reason}); "
+            "set OUT_DIR or --out to a folder you may write"
         ) from None
 
 

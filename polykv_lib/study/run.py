@@ -11,10 +11,11 @@ import papermill
 from papermill.exceptions import PapermillExecutionError
 
 from polykv_lib.study import provenance
-from polykv_lib.study.grid import Point
+from polykv_lib.study.grid import Point, is_point
 from polykv_lib.study.notebook import MARK, failure, profile_of, store_of
 from polykv_lib.study.params import ExperimentParameters
 from polykv_lib.study.record import Failure, Record
+from polykv_lib.study.store import is_trial
 
 Say = Callable[[str], None]
 
@@ -64,8 +65,8 @@ def summary(done: Sequence[Done]) -> str:
     """One line that counts what was done."""
     counts = Counter(d.status for d in done)
     text = (
-        f"{len(done)} points: {counts['ok']} run, {counts['stored']} stored already, "
-        f"{counts['failed']} failed"
+        f"{len(done)} {'point' if len(done) == 1 else 'points'}: {counts['ok']} run, "
+        f"{counts['stored']} stored already, {counts['failed']} failed"
     )
     if not counts["not started"]:
         return text
@@ -76,8 +77,12 @@ def summary(done: Sequence[Done]) -> str:
 def _is_stored(point: Point) -> bool:
     if not isinstance(point.chosen, ExperimentParameters) or point.chosen.FORCE:
         return False
-    record = store_of(point.chosen).get(point.chosen.experiment, str(point.key))
-    return record is not None and record.status == "ok"
+    experiment, key = point.chosen.experiment, str(point.key)
+    record = store_of(point.chosen).get(experiment, key)
+    if record is None or record.status != "ok":
+        return False
+    # A trial that the grid has taken in since goes to its notebook, which marks it as a point.
+    return not (is_trial(record) and is_point(profile_of(point.chosen), experiment, key))
 
 
 def _over_budget(point: Point, elapsed_s: float) -> bool:
@@ -149,7 +154,11 @@ def _settle(
             params=chosen.resolved,
             status="failed",
             error=error or failure("NoRecord", "the notebook ended without storing its point"),
-            provenance={"profile": profile_of(chosen), "started": started},
+            provenance={
+                "profile": profile_of(chosen),
+                "started": started,
+                "grid_point": is_point(profile_of(chosen), chosen.experiment, key),
+            },
         )
         store.put(record)
     elif record.status == "ok":  # computed and stored, but a check in the notebook failed

@@ -76,7 +76,9 @@ def load(path: Path) -> Record | None:
         return None
 
 
-def collect(root: Path, *, experiment: str | None = None) -> list[Record]:
+def collect(
+    root: Path, *, experiment: str | None = None, include_trials: bool = False
+) -> list[Record]:
     """Every readable record below a folder: `data/results`, or the one of a single profile.
 
     A number that a later record of the same profile holds again (same experiment, table, metric,
@@ -86,12 +88,14 @@ def collect(root: Path, *, experiment: str | None = None) -> list[Record]:
     Args:
         root: folder searched at any depth.
         experiment: only this one's records; None for all.
+        include_trials: also points that were not in their profile's grid when they were computed.
 
     Returns:
         Records, oldest first.
     """
     files = (f for f in root.rglob("*.json") if SCRATCH_PROFILE not in f.relative_to(root).parts)
     records = [r for r in map(load, files) if r and experiment in (None, r.experiment)]
+    records = [r for r in records if include_trials or not is_trial(r)]
     seen: set[tuple[str, ...]] = set()
     latest = []
     for record in sorted(records, key=_age, reverse=True):
@@ -100,6 +104,11 @@ def collect(root: Path, *, experiment: str | None = None) -> list[Record]:
         seen.update(rows)
         latest.append(record.model_copy(update={"rows": fresh}))
     return latest[::-1]
+
+
+def is_trial(record: Record) -> bool:
+    """Whether a point was computed outside its profile's grid, as with `--set`."""
+    return record.provenance.get("grid_point", True) is False
 
 
 def _age(record: Record) -> tuple[str, str]:

@@ -78,7 +78,8 @@ def test_a_misspelt_name_is_refused_with_the_nearest_one() -> None:
     ):
         validate("01_memory_scaling", {k: v for k, v in MEMORY.items() if k != "SEED"})
     with pytest.raises(
-        ParameterError, match="unknown notebook '01_memory'; did you mean 01_memory_scaling"
+        ParameterError,
+        match=r"unknown notebook '01_memory'; did you mean 01_memory_scaling\? Known: 00_",
     ):
         validate("01_memory", MEMORY)
 

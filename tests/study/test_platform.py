@@ -50,7 +50,7 @@ def test_places_are_the_same_from_any_folder(plain: pytest.MonkeyPatch, tmp_path
 def test_a_folder_that_cannot_be_written_is_refused_before_compute(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        PlatformError, match=r"cannot write results to .*file/x \(.*\); set OUT_DIR to a"
+        PlatformError, match=r"cannot write results to .*file/x \(.*\); set OUT_DIR or --out to a"
     ):
         platform.check_writable(tmp_path / "file" / "x")
     platform.check_writable(tmp_path / "new" / "folder")

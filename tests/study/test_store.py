@@ -107,6 +107,16 @@ def test_a_number_measured_again_is_collected_once(tmp_path: Path) -> None:
     assert collect(tmp_path, experiment="other") == []
 
 
+def test_a_trial_stays_out_of_the_tables_and_replaces_nothing(tmp_path: Path) -> None:
+    study = record("a" * 16, x=1)
+    trial = record("b" * 16, finished="2026-02-02", x=2)
+    trial.provenance["grid_point"] = False
+    for one in (study, trial):
+        Store(write=tmp_path).put(one)
+    assert collect(tmp_path) == [study]
+    assert [r.key[0] for r in collect(tmp_path, include_trials=True)] == ["a", "b"]
+
+
 def test_smoke_results_are_read_only_when_asked_for(tmp_path: Path) -> None:
     Store(write=tmp_path / "smoke").put(record(a=1))
     assert collect(tmp_path) == []

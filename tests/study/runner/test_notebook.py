@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import toy_experiment
 
-from polykv_lib.study import notebook, params
+from polykv_lib.study import notebook
 from polykv_lib.study.record import Record
 from polykv_lib.study.store import Store, collect
 
@@ -52,7 +52,50 @@ def test_a_point_is_computed_once(
         said[1]
         == f"toy {first.key}: 1 rows, stored in {tmp_path / 'data/results/test/toy' / first.key}.json"
     )
-    assert said[2] == f"toy {first.key} is in the store already; FORCE=True computes it again"
+    assert f"toy {first.key} is in the store already; FORCE=True computes it again" in said
+
+
+def test_a_trial_is_marked_until_the_grid_takes_it_in(
+    tmp_path: Path,
+    notebooks: Path,
+    counted: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    grid, results = tmp_path / "env" / "grids" / "test.yaml", tmp_path / "data" / "results"
+    grid.parent.mkdir(parents=True)
+    grid.write_text("points: [{notebook: 05_toy}]")
+    monkeypatch.setattr("polykv_lib.study.grid.repository", lambda: notebooks.parent)
+    point = notebook.run_point("toy", chosen(tmp_path))
+    assert "not a point of the grid" not in capsys.readouterr().out
+    trial = notebook.run_point("toy", chosen(tmp_path, N=4))
+    assert [r.provenance["grid_point"] for r in (point, trial)] == [True, False]
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"toy {trial.key} is not a point of the grid: stored, but kept out of the tables"
+    )
+    with pytest.raises(ValueError, match="it broke"):
+        notebook.run_point("toy", chosen(tmp_path, FAIL="error"))
+    assert collect(results) == [point]
+    assert len(collect(results, include_trials=True)) == 3
+
+    grid.write_text("points: [{notebook: 05_toy, sweep: {N: [3, 4]}}]")
+    taken_in = notebook.run_point("toy", chosen(tmp_path, N=4))
+    assert taken_in.rows == trial.rows
+    assert {r.key for r in collect(results)} == {point.key, trial.key}
+    assert len(counted) == 3, "nothing is computed again"
+
+
+def test_without_a_readable_grid_a_point_is_a_trial(
+    tmp_path: Path, notebooks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = tmp_path / "env" / "grids" / "test.yaml"
+    grid.parent.mkdir(parents=True)
+    monkeypatch.setattr("polykv_lib.study.grid.repository", lambda: notebooks.parent)
+    for text in (None, "points: [", "points: [{notebook: 06_paper_vs_ours}]"):
+        if text:
+            grid.write_text(text)
+        record = notebook.run_point("toy", chosen(tmp_path, FORCE=True))
+        assert record.provenance["grid_point"] is False
 
 
 def test_provenance_tells_code_machine_and_protocol(tmp_path: Path) -> None:
@@ -80,7 +123,7 @@ def test_a_failure_is_stored_and_raised_and_tried_again(tmp_path: Path, counted:
         with pytest.raises(ValueError, match="it broke"):
             notebook.run_point("toy", chosen(tmp_path, FAIL="error"))
     assert len(counted) == 2
-    (failed,) = collect(tmp_path)
+    (failed,) = collect(tmp_path, include_trials=True)
     assert failed.error is not None
     assert (failed.status, failed.error.type, failed.rows) == ("failed", "ValueError", [])
 
@@ -109,7 +152,7 @@ def test_earlier_outputs_spare_the_work(
     places = notebook.platform.Places(
         base=tmp_path / "now", earlier=(tmp_path / "earlier" / "data" / "results",)
     )
-    monkeypatch.setattr(params.Places, "at", lambda *_: places)
+    monkeypatch.setattr(notebook.platform.Places, "at", lambda *_: places)
     assert notebook.run_point("toy", chosen(tmp_path)) == stored
     assert len(counted) == 1
     assert not places.results.exists()

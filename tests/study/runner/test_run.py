@@ -11,6 +11,8 @@ import pytest
 
 from polykv_lib.study import grid as grids
 from polykv_lib.study import run as runner
+from polykv_lib.study.notebook import run_point
+from polykv_lib.study.params import ExperimentParameters
 from polykv_lib.study.record import Record
 from polykv_lib.study.store import collect
 
@@ -22,7 +24,8 @@ def expand(notebooks: Path, *entries: dict[str, Any], **overrides: Any) -> list[
 
 
 def records(notebooks: Path) -> dict[Any, Record]:
-    found = collect(notebooks.parent / "out" / "data" / "results")
+    results = notebooks.parent / "out" / "data" / "results"
+    found = collect(results, include_trials=True)  # no grid file holds these points
     return {(r.params["N"], r.params["FAIL"]): r for r in found}
 
 
@@ -80,6 +83,32 @@ def test_failures_are_recorded_and_the_rest_goes_on(notebooks: Path) -> None:
         assert record.status == ("ok" if way == "no" else "failed")
         assert (record.error is None) == (way == "no")
     assert runner.summary(done) == "6 points: 1 run, 0 stored already, 5 failed"
+
+
+def test_a_kernel_that_died_over_a_trial_leaves_a_trial(
+    notebooks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "execute", lambda point, say: None)
+    (done,) = runner.run(expand(notebooks, {"notebook": "05_toy"}), str)
+    assert done.status == "failed"
+    assert runner.summary([done]) == "1 point: 0 run, 0 stored already, 1 failed"
+    assert records(notebooks)[3, "no"].provenance["grid_point"] is False
+
+
+def test_a_stored_trial_that_the_grid_takes_in_goes_to_its_notebook_again(
+    notebooks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (point,) = expand(notebooks, {"notebook": "05_toy"})
+    assert isinstance(point.chosen, ExperimentParameters)
+    run_point("toy", point.chosen)
+    assert [d.status for d in runner.run([point], str)] == ["stored"]
+    (notebooks.parent / "env" / "grids").mkdir(parents=True)
+    (notebooks.parent / "env" / "grids" / "test.yaml").write_text("points: [{notebook: 05_toy}]")
+    monkeypatch.setattr(grids, "repository", lambda: notebooks.parent)
+    executed: list[grids.Point] = []
+    monkeypatch.setattr(runner, "execute", lambda point, say: executed.append(point))
+    assert [d.status for d in runner.run([point], str)] == ["ok"]
+    assert executed == [point]
 
 
 def test_a_truncated_file_is_computed_again(notebooks: Path) -> None:
