@@ -5,12 +5,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from polykv_lib.study.params import ParameterError
+from polykv_lib.study.params import ParameterError, Parameters, near, validate
 from polykv_lib.study.platform import Places, PlatformError, check_writable, repository
+from polykv_lib.study.store import collect
 
 app = typer.Typer(
     help="One compressed KV cache of a document, read by many agents: the study.",
@@ -20,7 +21,7 @@ app = typer.Typer(
 )
 
 PROFILES = (
-    "smoke: every notebook on a handful of tokens, about a minute; "
+    "smoke: every notebook on a handful of tokens, about two minutes on one core; "
     "offline: the study, about 12 minutes on two CPU cores; "
     "offline-full: more articles and agents, about two hours (estimate); "
     "t4: published models and sizes, about five hours on two T4s (estimate)"
@@ -75,16 +76,15 @@ def tables(
 ) -> None:
     """Writes every table, ours and the papers', from stored results; needs no model and no GPU."""
     from polykv_lib.study import tables as tabulated
-    from polykv_lib.study.store import collect
 
     with _errors_in_one_line():
-        places = Places.at(out)
-        results, target = places.results / profile, places.figures / "tables"
+        chosen = _stored(profile, out)
+        results, papers, target = chosen.results, chosen.places.papers, chosen.figures / "tables"
         check_writable(target)
-        tabulated.write_all(results, places.papers, target)
-        typer.echo(tabulated.summary(results, places.papers, target))
         if readme:
-            tabulated.fill_readme(readme, collect(results))
+            _fill(readme, results)
+        tabulated.write_all(results, papers, target)
+        typer.echo(tabulated.summary(results, papers, target))
 
 
 @app.command()
@@ -93,9 +93,9 @@ def figures(profile: Profile = "", out: OutDir = "") -> None:
     from polykv_lib.study import figures as drawn
 
     with _errors_in_one_line():
-        places = Places.at(out)
-        check_writable(places.figures)
-        for file in drawn.write_all(places.results / profile, places.figures):
+        chosen = _stored(profile, out)
+        check_writable(chosen.figures)
+        for file in drawn.write_all(chosen.results, chosen.figures):
             typer.echo(os.path.relpath(file))
 
 
@@ -120,6 +120,45 @@ def _checkout() -> Path:
             "`pip install -e .` in it"
         )
     return root
+
+
+def _stored(profile: str, out: str) -> Parameters:
+    """Where a profile's results are read and shown, as for the notebooks that show them.
+
+    Raises:
+        ParameterError: neither a grid nor a folder of results has this name.
+        typer.Exit: there are no results to show; the code is 1.
+    """
+    root, results = repository(), Places.at(out).results
+    grids = (root / "env" / "grids").glob("*.yaml") if root else []
+    folders = (f for f in results.glob("*") if f.is_dir())
+    known = sorted({file.stem for file in grids} | {folder.name for folder in folders})
+    if profile and profile not in known:
+        raise ParameterError(
+            f"no profile {profile!r}{near(profile, known)} Known: {', '.join(known) or 'none'}"
+        )
+    values = {"PROFILE": profile or "auto", "OUT_DIR": out}
+    chosen = validate("06_paper_vs_ours", values)
+    if not collect(chosen.results):
+        again = f"polykv run --profile {profile or 'offline'}" + (f" --out {out}" if out else "")
+        _stop(f"no results of a grid in {chosen.results}; run the grid first: {again}")
+    return chosen
+
+
+def _fill(readme: Path, results: Path) -> None:
+    from polykv_lib.study.tables import fill_readme
+
+    try:
+        fill_readme(readme, collect(results))
+    except OSError as error:
+        _stop(f"cannot fill {readme}: {error.strerror}")
+    except ValueError as error:
+        _stop(str(error))
+
+
+def _stop(said: str) -> NoReturn:
+    typer.echo(f"polykv: {said}", err=True)
+    raise typer.Exit(1)
 
 
 def _assignments(texts: list[str]) -> dict[str, str | bool]:

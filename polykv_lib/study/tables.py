@@ -58,6 +58,8 @@ def all_tables(records: Sequence[Record], papers_root: Path) -> dict[str, Table]
 def write_all(results_root: Path, papers_root: Path, out: Path) -> list[Path]:
     """Writes every table that has lines as `<out>/<name>.md`, `.csv` and `.tex`.
 
+    The files of a table that has none, left by earlier results, are removed; others stay.
+
     Returns:
         The Markdown files, in reading order.
     """
@@ -69,6 +71,9 @@ def write_all(results_root: Path, papers_root: Path, out: Path) -> list[Path]:
             write_atomically(out / f"{name}.tex", f"{latex(table.frame)}\n")
             write_atomically(out / f"{name}.md", page)
             written.append(out / f"{name}.md")
+        else:
+            for suffix in ("csv", "tex", "md"):
+                (out / f"{name}.{suffix}").unlink(missing_ok=True)
     return written
 
 
@@ -96,10 +101,11 @@ def fill_readme(readme: Path, records: Sequence[Record]) -> None:
     """Replaces what stands between the README's two result markers.
 
     Raises:
-        ValueError: a marker is missing.
+        OSError: the file cannot be read or written.
+        ValueError: a marker is missing, or the end stands before the beginning.
     """
     text = readme.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
+    if not 0 <= text.find(BEGIN) < text.find(END):
         raise ValueError(f"{readme} has no lines {BEGIN} and {END}; the results go between them.")
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
     write_atomically(readme, f"{head}{BEGIN}\n{readme_table(records)}\n{END}{tail}")

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from polykv_lib.study import cli, doctor, run
 from polykv_lib.study.record import Failure, Record
 from polykv_lib.study.store import Store
+from polykv_lib.study.tables import BEGIN, END
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,7 @@ def polykv(*arguments: str) -> Any:
         (["--only", "99"], "--only 99 matches no notebook"),
         (
             ["--set", "CONTEXT_TOKEN=[1]"],
-            "unknown parameter CONTEXT_TOKEN; did you mean CONTEXT_TOKENS?",
+            "unknown parameter CONTEXT_TOKEN; did you mean CONTEXT_TOKENS? This run takes ",
         ),
         (["--set", "SEED"], "--set SEED: expected NAME=VALUE"),
         (["--set", "N_BOOT=none"], "N_BOOT='none': input should be a valid integer"),
@@ -42,6 +43,7 @@ def test_run_refuses_a_folder_it_cannot_write(tmp_path: Path) -> None:
     result = polykv("run", "--out", str(tmp_path / "file"))
     assert result.exit_code == 2
     assert "cannot write results to" in result.stderr
+    assert "set OUT_DIR or --out to a folder you may write" in result.stderr
 
 
 def test_run_passes_options_on_and_fails_if_a_point_failed(
@@ -68,7 +70,7 @@ def test_run_passes_options_on_and_fails_if_a_point_failed(
     )
     assert result.exit_code == 1
     assert "03_agent_fidelity: FAILED, DeadKernel: Kernel died" in result.stdout
-    assert "1 points: 0 run, 0 stored already, 1 failed" in result.stdout
+    assert "1 point: 0 run, 0 stored already, 1 failed" in result.stdout
     (given,) = seen
     assert given.N_DOCS == 2
     assert given.FORCE
@@ -85,6 +87,75 @@ def test_tables_and_figures_come_from_stored_results(
     drawn = polykv("figures", "--out", str(tmp_path))
     assert drawn.exit_code == 0
     assert any((tmp_path / "figures").glob("*.png"))
+
+
+def stored(out: Path, records: list[Record], profile: str) -> None:
+    for record in records:
+        mine = record.model_copy(update={"provenance": {"profile": profile}})
+        Store(write=out / "data" / "results" / profile).put(mine)
+
+
+def readme_with_markers(folder: Path) -> Path:
+    file = folder / "README.md"
+    file.write_text(f"{BEGIN}\nold\n{END}\n")
+    return file
+
+
+@pytest.mark.parametrize("command", ["tables", "figures"])
+def test_results_of_an_unknown_profile_are_refused(
+    command: str, tmp_path: Path, synthetic: list[Record]
+) -> None:
+    stored(tmp_path, synthetic, "gpu")
+    for mistake in ("offlne", "../results/gpu", "auto"):
+        result = polykv(command, "--out", str(tmp_path), "--profile", mistake)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"polykv: no profile {mistake!r}")
+        assert "gpu, offline, offline-full, smoke, t4" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "figures").exists()
+    assert polykv(command, "--out", str(tmp_path), "--profile", "gpu").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["tables", "figures"])
+def test_smoke_is_drawn_apart(command: str, tmp_path: Path, synthetic: list[Record]) -> None:
+    stored(tmp_path, synthetic, "smoke")
+    assert polykv(command, "--out", str(tmp_path), "--profile", "smoke").exit_code == 0
+    apart = tmp_path / "data" / "runs" / "smoke" / "figures"
+    assert list(apart.glob("tables/ppl.md" if command == "tables" else "*.png"))
+    assert not (tmp_path / "figures").exists()
+
+
+@pytest.mark.parametrize("profile", ["", "offline", "smoke"])
+def test_without_results_both_say_what_to_run_and_write_nothing(
+    profile: str, tmp_path: Path
+) -> None:
+    readme = readme_with_markers(tmp_path)
+    for command in (["tables", "--readme", str(readme)], ["figures"]):
+        result = polykv(*command, "--out", str(tmp_path), "--profile", profile)
+        assert result.exit_code == 1
+        assert f"run the grid first: polykv run --profile {profile or 'offline'}" in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert not result.stdout
+    assert list(tmp_path.iterdir()) == [readme]
+    assert "old" in readme.read_text()
+
+
+def test_tables_refuses_a_readme_it_cannot_fill(tmp_path: Path, synthetic: list[Record]) -> None:
+    stored(tmp_path, synthetic, "offline")
+    (tmp_path / "plain.md").write_text("no markers")
+    (tmp_path / "swapped.md").write_text(f"{END}\n{BEGIN}\n")
+    for name in ("missing.md", "plain.md", "swapped.md", "data"):
+        file = tmp_path / name
+        result = polykv("tables", "--out", str(tmp_path), "--readme", str(file))
+        assert result.exit_code == 1
+        assert result.stderr.startswith("polykv: ")
+        assert str(file) in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert isinstance(result.exception, SystemExit), "no traceback"
+    assert not list((tmp_path / "figures").rglob("*.md"))
+    readme = readme_with_markers(tmp_path)
+    assert polykv("tables", "--out", str(tmp_path), "--readme", str(readme)).exit_code == 0
+    assert "polykv run --profile offline" in readme.read_text()
 
 
 def test_doctor_fails_only_on_what_stops_the_study(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,19 @@ def test_tables_without_results_are_the_papers_alone(papers: Path, tmp_path: Pat
     assert "228 not run here" in tables.summary(tmp_path / "none", papers, tmp_path / "tables")
 
 
+def test_a_table_without_data_is_removed_and_other_files_are_kept(
+    papers: Path, synthetic_root: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "tables"
+    tables.write_all(synthetic_root, papers, out)
+    (out / "ppl.txt").touch()
+    (out / "mine.md").touch()
+    tables.write_all(synthetic_root / "memory_scaling", papers, out)
+    left = {file.name for file in out.iterdir()}
+    assert not left & {"ppl.md", "ppl.csv", "ppl.tex"}
+    assert {"ppl.txt", "mine.md", "pool_memory.md", "decode_step.csv"} <= left
+
+
 def test_cells_are_short_and_never_blank() -> None:
     shown = [
         number(x) for x in (None, float("nan"), "", True, 12, 5035.0, 0.00512345, 12_345.6, "x")
