@@ -76,12 +76,13 @@ def load_grid(file: Path) -> Grid:
 
 
 def is_point(profile: str, experiment: str, key: str) -> bool:
-    """Whether the checkout's grid of a profile holds a point; False without a readable grid."""
+    """Whether the grid of a profile holds a point; a profile without a grid holds any."""
     root = repository()
-    if root is None:
-        return False
+    path = None if root is None else root / "env" / "grids" / f"{profile}.yaml"
+    if root is None or path is None or not path.is_file():
+        return True
     try:
-        grid = load_grid(root / "env" / "grids" / f"{profile}.yaml")
+        grid = load_grid(path)
         points = expand(grid, root / "notebooks", profile, only=[experiment])
     except (ValueError, SyntaxError):  # a grid or a parameters cell that someone is editing, too
         return False

@@ -85,7 +85,7 @@ def test_a_trial_is_marked_until_the_grid_takes_it_in(
     assert len(counted) == 3, "nothing is computed again"
 
 
-def test_without_a_readable_grid_a_point_is_a_trial(
+def test_a_profile_without_a_grid_holds_any_point_and_an_unreadable_grid_none(
     tmp_path: Path, notebooks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = tmp_path / "env" / "grids" / "test.yaml"
@@ -95,7 +95,7 @@ def test_without_a_readable_grid_a_point_is_a_trial(
         if text:
             grid.write_text(text)
         record = notebook.run_point("toy", chosen(tmp_path, FORCE=True))
-        assert record.provenance["grid_point"] is False
+        assert record.provenance["grid_point"] is (text is None)
 
 
 def test_provenance_tells_code_machine_and_protocol(tmp_path: Path) -> None:

@@ -85,9 +85,18 @@ def test_failures_are_recorded_and_the_rest_goes_on(notebooks: Path) -> None:
     assert runner.summary(done) == "6 points: 1 run, 0 stored already, 5 failed"
 
 
+def hold_in_grid(notebooks: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The checkout's grid of the test profile holds this notebook alone."""
+    grid = notebooks.parent / "env" / "grids" / "test.yaml"
+    grid.parent.mkdir(parents=True, exist_ok=True)
+    grid.write_text(f"points: [{{notebook: {name}}}]")
+    monkeypatch.setattr(grids, "repository", lambda: notebooks.parent)
+
+
 def test_a_kernel_that_died_over_a_trial_leaves_a_trial(
     notebooks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hold_in_grid(notebooks, monkeypatch, "06_paper_vs_ours")
     monkeypatch.setattr(runner, "execute", lambda point, say: None)
     (done,) = runner.run(expand(notebooks, {"notebook": "05_toy"}), str)
     assert done.status == "failed"
@@ -100,11 +109,10 @@ def test_a_stored_trial_that_the_grid_takes_in_goes_to_its_notebook_again(
 ) -> None:
     (point,) = expand(notebooks, {"notebook": "05_toy"})
     assert isinstance(point.chosen, ExperimentParameters)
+    hold_in_grid(notebooks, monkeypatch, "06_paper_vs_ours")
     run_point("toy", point.chosen)
     assert [d.status for d in runner.run([point], str)] == ["stored"]
-    (notebooks.parent / "env" / "grids").mkdir(parents=True)
-    (notebooks.parent / "env" / "grids" / "test.yaml").write_text("points: [{notebook: 05_toy}]")
-    monkeypatch.setattr(grids, "repository", lambda: notebooks.parent)
+    hold_in_grid(notebooks, monkeypatch, "05_toy")
     executed: list[grids.Point] = []
     monkeypatch.setattr(runner, "execute", lambda point, say: executed.append(point))
     assert [d.status for d in runner.run([point], str)] == ["ok"]
