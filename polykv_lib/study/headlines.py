@@ -20,6 +20,11 @@ CONTROLS = {
     "unrelated-document": "control: an unrelated document",
     "no-document": "control: no document",
 }
+PLANS = {
+    "paper-b": "cosine routing, equal budgets",
+    "gain-curve": "our budgets, by layer",
+    "gain-curve-heads": "our budgets, by KV head",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,15 @@ HEADLINES = (
         )
         for control, name in CONTROLS.items()
     ),
+    *(
+        Headline(
+            what=f"KL to the best single policy won back by a plan, %, {name}",
+            table="recovery",
+            metric="gap_recovered_pct",
+            where={"method": method, "family": "macro", "codec": "full"},
+        )
+        for method, name in PLANS.items()
+    ),
 )
 
 
@@ -109,7 +123,9 @@ def _line(headline: Headline, row: pd.Series) -> dict[str, str]:
     sizes = [
         f"{number(row[size])} {unit}" for size, unit in SIZES.items() if not pd.isna(row[size])
     ]
-    named = [str(row[name]) for name in ("model", "codec", "encoder") if not pd.isna(row[name])]
+    named = [
+        str(row[name]) for name in ("model", "codec", "encoder", "keep") if not pd.isna(row[name])
+    ]
     return {
         "what": headline.what,
         "setting": ", ".join([*named, *sizes]),

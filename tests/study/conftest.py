@@ -138,7 +138,7 @@ def _fidelity() -> Iterator[Row]:
 
 def _plans() -> Iterator[Row]:
     setting = {"model": MODEL, "suite": "offline", "question": "hidden", "keep": 0.25}
-    kl = {"H2O": 0.9, "KeyDiff": 1.2, "paper-b": 0.8, "gain-curve": 0.2}
+    kl = {"H2O": 0.9, "KeyDiff": 1.2, "paper-b": 0.8, "gain-curve": 0.2, "gain-curve-heads": 0.1}
     roles = {"H2O": "best single", "KeyDiff": "single"}
     for method, value in kl.items():
         at = setting | {"method": method, "role": roles.get(method, "plan"), "codec": "full"}
