@@ -22,6 +22,7 @@ CONTROLS = {
 }
 PLANS = {
     "paper-b": "cosine routing, equal budgets",
+    "paper-b, ppl budgets": "cosine routing, budgets by perplexity",
     "gain-curve": "our budgets, by layer",
     "gain-curve-heads": "our budgets, by KV head",
 }
@@ -97,6 +98,18 @@ HEADLINES = (
             where={"method": method, "family": "macro", "codec": "full"},
         )
         for method, name in PLANS.items()
+    ),
+    Headline(
+        what="the same, our budgets by KV head, kept tokens quantised",
+        table="recovery",
+        metric="gap_recovered_pct",
+        where={"method": "gain-curve-heads", "family": "macro", "codec": "polykv"},
+    ),
+    Headline(
+        what="one bf16 copy / evicted and quantised pool",
+        table="quality_bytes",
+        metric="memory_ratio",
+        where={"method": "gain-curve-heads", "codec": "polykv"},
     ),
 )
 

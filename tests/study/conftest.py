@@ -138,10 +138,18 @@ def _fidelity() -> Iterator[Row]:
 
 def _plans() -> Iterator[Row]:
     setting = {"model": MODEL, "suite": "offline", "question": "hidden", "keep": 0.25}
-    kl = {"H2O": 0.9, "KeyDiff": 1.2, "paper-b": 0.8, "gain-curve": 0.2, "gain-curve-heads": 0.1}
+    kl = {
+        ("H2O", "full"): 0.9,
+        ("KeyDiff", "full"): 1.2,
+        ("paper-b", "full"): 0.8,
+        ("paper-b, ppl budgets", "full"): 0.4,
+        ("gain-curve", "full"): 0.2,
+        ("gain-curve-heads", "full"): 0.1,
+        ("gain-curve-heads", "polykv"): 0.11,
+    }
     roles = {"H2O": "best single", "KeyDiff": "single"}
-    for method, value in kl.items():
-        at = setting | {"method": method, "role": roles.get(method, "plan"), "codec": "full"}
+    for (method, codec), value in kl.items():
+        at = setting | {"method": method, "role": roles.get(method, "plan"), "codec": codec}
         for i, family in enumerate(("stated_fact", "next_line", "macro")):
             gap = 100 * (1 - value / 0.9) - 90 * i * (method == "paper-b")
             own: dict[str, Any] = at | {"family": family, "n": 12 if family == "macro" else 6}
@@ -149,6 +157,7 @@ def _plans() -> Iterator[Row]:
             yield _row("recovery", "gap_recovered_pct", gap, "%", lo=gap - 9, hi=gap + 4, **own)
         yield _row("quality_bytes", "kl_nats", value, "nats", **at)
         yield _row("quality_bytes", "pool_bytes", 1e6, "B", **at)
+        yield _row("quality_bytes", "memory_ratio", 4.0 if codec == "full" else 10.0, "x", **at)
         if method in ("paper-b", "gain-curve"):
             for layer in range(4):
                 budget = 140 if method == "paper-b" else (40, 440, 40, 40)[layer]

@@ -79,7 +79,7 @@ def test_recovery_has_a_bar_a_plan_and_family_with_its_interval(synthetic: list[
     intervals = [
         c.lines[2][0].get_segments() for c in ax.containers if not isinstance(c, BarContainer)
     ]  # type: ignore[attr-defined]
-    assert np.array(intervals[1])[:, :, 1] == pytest.approx(np.array([[gap - 9, gap + 4]] * 3))
+    assert np.array(intervals[2])[:, :, 1] == pytest.approx(np.array([[gap - 9, gap + 4]] * 3))
     assert ax.get_ylim()[0] == -100
     assert ax.get_title(loc="left").endswith("n = 6 to 12 items, bars cut at -100 %: 1")
 
