@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted(ROOT.glob("polykv_lib/**/*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-MACHINE_PATHS = r"/work/\w|/tmp/\w+/|/root/|/home/\w+/|/opt/wheels|[A-Z]:\\Users"
-PACKAGE_HOSTS = r"pypi\.org|pythonhosted|download\.pytorch\.org|anaconda\.(org|com)|artifactory"
+MACHINE_PATHS = r"/(?:work|root|tmp/\w+|home/\w+|opt/\w+)/\w|[A-Z]:\\Users"
+PACKAGE_HOSTS = r"index-url|find-links|(?:py|conda|packages|wheels|artifact|python)\w*\.(?:org|com)\b"
 
 
 def tracked() -> list[Path]:
