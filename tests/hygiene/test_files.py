@@ -19,7 +19,9 @@ MODULES = sorted(ROOT.glob("polykv_lib/**/*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 MACHINE_PATHS = r"/(?:work|root|tmp/\w+|home/\w+|opt/\w+)/\w|[A-Z]:\\Users"
-PACKAGE_HOSTS = r"index-url|find-links|(?:py|conda|packages|wheels|artifact|python)\w*\.(?:org|com)\b"
+PACKAGE_HOSTS = (
+    r"index-url|find-links|(?:py|conda|packages|wheels|artifact|python)\w*\.(?:org|com)\b"
+)
 
 
 def tracked() -> list[Path]:
