@@ -136,9 +136,8 @@ def _line(headline: Headline, row: pd.Series) -> dict[str, str]:
     sizes = [
         f"{number(row[size])} {unit}" for size, unit in SIZES.items() if not pd.isna(row[size])
     ]
-    named = [
-        str(row[name]) for name in ("model", "codec", "encoder", "keep") if not pd.isna(row[name])
-    ]
+    named = [str(row[name]) for name in ("model", "codec", "encoder") if not pd.isna(row[name])]
+    sizes += [] if pd.isna(row["keep"]) else [f"{row['keep']:.0%} of the tokens kept"]
     return {
         "what": headline.what,
         "setting": ", ".join([*named, *sizes]),
