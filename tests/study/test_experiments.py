@@ -1,11 +1,8 @@
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from polykv_lib import hf, presets
 from polykv_lib.kv import Geometry
@@ -23,40 +20,7 @@ from polykv_lib.study.experiments.layouts import pool_bytes
 from polykv_lib.study.experiments.readers import readers
 from polykv_lib.study.record import Outcome, Row
 
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def tiny() -> Iterator[tuple[Any, Any]]:
-    """A small random Llama over bytes takes the place of every model."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8_192,
-        initializer_range=0.4,  # large enough for the document to matter
-    )
-    model = hf.prepare(LlamaForCausalLM(config).eval())
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads only wait for each other at this size
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "load_model", lambda name: (model, tokenizer))
-        yield model, tokenizer
-    torch.set_num_threads(n_threads)
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def silent(text: str) -> None:

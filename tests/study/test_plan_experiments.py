@@ -1,12 +1,9 @@
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from polykv_lib import hf
 from polykv_lib.evict import H2O, Plan
@@ -31,39 +28,8 @@ from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks import ruler
 from polykv_lib.tasks.base import Item
 
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
+pytestmark = pytest.mark.usefixtures("tiny")
 TASKS = ["niah_multikey_2", "fwe"]  # generated: no articles are read
-
-
-@pytest.fixture(autouse=True, scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """A small random Llama over bytes takes the place of every model."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4_096,
-        initializer_range=0.4,  # large enough for the context to matter
-    )
-    model = hf.prepare(LlamaForCausalLM(config).eval())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "load_model", lambda name: (model, tokenizer))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield model, tokenizer
 
 
 def silent(text: str) -> None:
