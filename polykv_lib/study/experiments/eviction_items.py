@@ -74,7 +74,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which items; LongBench has no calibration split, so the offline suite's stands in for it."""
+    """Which items a point reads; LongBench has no calibration split, so the offline suite's stands in for it."""
 
     suite: Literal["offline", "ruler", "longbench"]
     tasks: Sequence[str]

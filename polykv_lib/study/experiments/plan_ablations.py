@@ -41,17 +41,10 @@ SHUFFLED: Final[dict[What, str]] = {"policies": "cosine", "budgets": "gain_curve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Wanted):
     """One point; `n_shuffles` placements are drawn of the policies, and as many of the budgets."""
 
     model: str
-    seed: int
-    suite: Literal["offline", "ruler"]
-    tasks: Sequence[str]
-    n_items: int
-    n_calibration: int
-    context_tokens: int
-    question: Literal["hidden", "visible"]
     keep: float
     candidates: Sequence[str]
     n_shuffles: int
@@ -81,15 +74,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     """
     timer, point = Timer(), settings(Settings, params)
     model, tokenizer = hf.load_model(point.model)
-    calibration, test = Wanted(
-        suite=point.suite,
-        tasks=point.tasks,
-        n_calibration=point.n_calibration,
-        n_items=point.n_items,
-        context_tokens=point.context_tokens,
-        question=point.question,
-        seed=point.seed,
-    ).both(tokenizer)
+    calibration, test = point.both(tokenizer)
     items = [a.encoded for a in calibration]
     n_layers = model.config.get_text_config().num_hidden_layers
     each = {name: single(name, point.keep, n_layers) for name in point.candidates}

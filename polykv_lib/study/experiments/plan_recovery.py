@@ -8,7 +8,7 @@ the first token that is scored, so no answer is read from a full cache.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -32,7 +32,7 @@ MACRO: Final = "macro"  # the mean over families
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Wanted):
     """One point. `policies` are compared, and are what paper B's plan chooses from.
 
     Passes with a single layer evicted, which cost most, are made for the `candidates` and the best
@@ -40,14 +40,6 @@ class Settings:
     """
 
     model: str
-    seed: int
-    suite: Literal["offline", "ruler", "longbench"]
-    longbench_dir: str
-    tasks: Sequence[str]
-    n_items: int
-    n_calibration: int
-    context_tokens: int
-    question: Literal["hidden", "visible"]
     keep: Sequence[float]
     policies: Sequence[str]
     candidates: Sequence[str]
@@ -55,20 +47,6 @@ class Settings:
     codecs: Sequence[str]
     max_new_tokens: int
     n_boot: int
-
-    @property
-    def wanted(self) -> Wanted:
-        """The items that the point needs."""
-        return Wanted(
-            suite=self.suite,
-            tasks=self.tasks,
-            n_calibration=self.n_calibration,
-            n_items=self.n_items,
-            context_tokens=self.context_tokens,
-            question=self.question,
-            seed=self.seed,
-            longbench_dir=self.longbench_dir,
-        )
 
 
 def run(params: Mapping[str, Any], say: Say) -> Outcome:
@@ -79,7 +57,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     """
     timer, point = Timer(), settings(Settings, params)
     model, tokenizer = hf.load_model(point.model)
-    calibration, test = point.wanted.both(tokenizer)
+    calibration, test = point.both(tokenizer)
     found: list[Row] = []
     samples: list[dict[str, Any]] = []
     best: dict[str, Any] = {}
