@@ -74,7 +74,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which items a point reads; LongBench has no calibration split, so the offline suite's stands in for it."""
+    """Which items a point reads; LongBench is calibrated on the offline suite, having no split."""
 
     suite: Literal["offline", "ruler", "longbench"]
     tasks: Sequence[str]
