@@ -13,6 +13,7 @@ from polykv_lib.hf.build import (
 from polykv_lib.hf.caches import AgentCache, dense_bytes
 from polykv_lib.hf.calibration import calibrate
 from polykv_lib.hf.evicting import EvictingCache
+from polykv_lib.hf.footprint import Footprint, footprint
 from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
@@ -21,6 +22,7 @@ from polykv_lib.hf.validation import evaluate_plans
 __all__ = [
     "AgentCache",
     "EvictingCache",
+    "Footprint",
     "PooledAgent",
     "ask",
     "build_pool",
@@ -30,6 +32,7 @@ __all__ = [
     "evaluate_plans",
     "evict_document",
     "expanded_cache",
+    "footprint",
     "full_cache",
     "greedy",
     "load_model",

@@ -1,15 +1,12 @@
 """Load a causal language model by a short name, and tell two models or tokenizers apart."""
 
-import difflib
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import huggingface_hub
 import torch
 from torch import Tensor
 from transformers import (
@@ -23,18 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from polykv_lib.hf.attention import prepare
-from polykv_lib.hf.embedded import embedded_folder
-from polykv_lib.hf.placement import checked_dtype, default_dtype, spread
+from polykv_lib.hf.placement import checked_dtype, default_dtype, four_bit, spread
+from polykv_lib.hf.sources import EMBEDDED, locate, split_form
 
-EMBEDDED: Final = "smollm2-135m"
-HUB_IDS: Final = {
-    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "llama-3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-}
-KAGGLE_INPUT: Final = Path("/kaggle/input")
 SAMPLES_PER_PARAMETER: Final = 64
 
 
@@ -46,7 +34,9 @@ def load_model(
     Args:
         name: `"smollm2-135m"`, which needs no network; another short name of `HUB_IDS`; a hub id
             such as `"Qwen/Qwen3-8B"`; or a local model folder. Where a model of that name is
-            mounted under `/kaggle/input`, the mount is used instead of the hub.
+            mounted under `/kaggle/input`, the mount is used instead of the hub. A name that ends
+            with `@4bit` loads the weights in 4 bits (NF4, by bitsandbytes) and computes in `dtype`:
+            8B fits one T4. The pool is the same; the name tells the two models apart in results.
         device: A torch device; unless given, the CPU where there is no GPU, the GPU where there is
             one, and the GPUs in order of need where there are several (8B in fp16 takes two T4s).
         dtype: float32, bfloat16 or float16. Unless given: bfloat16 on GPUs of compute capability
@@ -59,94 +49,30 @@ def load_model(
         ValueError: Unknown name or dtype, or a model that is not a decoder-only language model.
         FileNotFoundError: The wheel of the embedded model, or a model folder's config, is missing.
         ConnectionError: A hub id that is neither in the local cache nor reachable.
-        RuntimeError: A GPU was asked for and there is none.
+        RuntimeError: A GPU was asked for, or is needed for 4-bit weights, and there is none.
+        ModuleNotFoundError: 4-bit weights without bitsandbytes.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device={str(place)!r}, but torch sees no GPU here; use device='cpu'")
     chosen = default_dtype(place) if dtype is None else checked_dtype(dtype)
-    several = spread(device, place)
+    plain, in_four_bits = split_form(name)
+    placed = spread(device, place)
+    if in_four_bits:
+        placed = {"device_map": {"": place}} | placed | four_bit(place, chosen)
     with _quiet():
-        source, options = _locate(name)
+        source, options = locate(plain)
         try:
             config = AutoConfig.from_pretrained(source, **options)
             _check_decoder_only(name, config)
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen, **options, **several)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen, **options, **placed)
         except OSError as error:
             if Path(source).is_dir():
                 raise
             raise ConnectionError(_not_available(name, error)) from error
     model.config.name_or_path = name  # a pool records it: no path of this machine
-    return prepare(model.eval() if several else model.eval().to(place)), tokenizer
-
-
-def _locate(name: str) -> tuple[str, dict[str, Any]]:
-    """Where a model lies, as transformers takes it: a folder or a hub id, and loading options."""
-    if name == EMBEDDED:
-        return str(embedded_folder()), {}
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{name!r} is a folder without config.json, so not a model")
-        return str(folder), {}
-    hub_id = HUB_IDS.get(name, name)
-    if mount := _kaggle_mount(hub_id, name):
-        return str(mount), {}
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id) or name.startswith("."):
-        raise ValueError(_unknown(name))
-    return hub_id, {"local_files_only": not _reachable(hub_id)}
-
-
-def _kaggle_mount(hub_id: str, name: str) -> Path | None:
-    """The model folder mounted on Kaggle whose path spells the hub id's or the short name.
-
-    Mounts look like `/kaggle/input/qwen-3/transformers/8b/1`: framework and version are left out
-    of the comparison, and so is everything but letters and digits.
-
-    Raises:
-        ValueError: Several mounts match.
-    """
-    configs = sorted(KAGGLE_INPUT.glob("**/config.json")) if KAGGLE_INPUT.is_dir() else []
-    for wanted in (hub_id.rpartition("/")[2], name):
-        found = [c.parent for c in configs if _spelled(wanted) in _spelled_path(c.parent)]
-        if len(found) > 1:
-            raise ValueError(
-                f"{name!r} matches {len(found)} mounted models "
-                f"({', '.join(map(str, found))}); pass one of these folders as the name"
-            )
-        if found:
-            return found[0]
-    return None
-
-
-def _spelled(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def _spelled_path(folder: Path) -> str:
-    parts = folder.relative_to(KAGGLE_INPUT).parts
-    return "".join(
-        _spelled(p) for p in parts if p not in {"transformers", "pytorch"} and not p.isdigit()
-    )
-
-
-def _reachable(hub_id: str) -> bool:
-    """Whether the hub answers for this model at once; transformers itself would retry for 23 s."""
-    try:
-        huggingface_hub.model_info(hub_id, timeout=10)
-    except Exception:  # whichever HTTP library this release of the hub client is built on
-        return False
-    return True
-
-
-def _unknown(name: str) -> str:
-    names = [EMBEDDED, *HUB_IDS]
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5) or names
-    return (
-        f"unknown model {name!r}; near names are {', '.join(near)}. "
-        "Or pass a hub id (owner/model) or the path of a model folder."
-    )
+    return prepare(model.eval() if placed else model.eval().to(place)), tokenizer
 
 
 def _not_available(name: str, error: OSError) -> str:

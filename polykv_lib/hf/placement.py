@@ -1,10 +1,12 @@
 """Where a model goes and in which dtype."""
 
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
+from transformers import BitsAndBytesConfig
 
-SHARE: Final = 0.8  # of a GPU's free memory that weights may take; the rest is for the caches
+SHARE: Final = 0.6  # of each GPU's free memory that weights may take; the rest is for the caches
 
 
 def spread(asked: str | torch.device | None, place: torch.device) -> dict[str, Any]:
@@ -17,6 +19,32 @@ def spread(asked: str | torch.device | None, place: torch.device) -> dict[str, A
         return {}
     free = {i: int(SHARE * torch.cuda.mem_get_info(i)[0]) for i in range(n_gpus)}
     return {"device_map": "sequential", "max_memory": free}
+
+
+def four_bit(place: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Loading options for 4-bit weights: NF4 with quantised scales, computing in `dtype`.
+
+    Without a compute dtype bitsandbytes computes in float32, which is slow and says nothing.
+
+    Raises:
+        RuntimeError: there is no GPU, which these weights need.
+        ModuleNotFoundError: bitsandbytes is not installed.
+    """
+    if place.type != "cuda":
+        raise RuntimeError("4-bit weights need a GPU; leave @4bit out of the model's name on a CPU")
+    if find_spec("bitsandbytes") is None:
+        raise ModuleNotFoundError(
+            "4-bit weights are loaded by bitsandbytes, which is not installed: "
+            "pip install --no-deps bitsandbytes",
+            name="bitsandbytes",
+        )
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": quantised}
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

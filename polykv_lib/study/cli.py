@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from polykv_lib.study.estimate import machine_of
 from polykv_lib.study.params import ParameterError, Parameters, near, validate
 from polykv_lib.study.platform import Places, PlatformError, check_writable, repository
 from polykv_lib.study.store import collect
@@ -40,6 +41,9 @@ def run(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Wins over the grid.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compute stored points again.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List points, their keys, time and memory; run none.")
+    ] = False,
     out: OutDir = "",
 ) -> None:
     """Runs each missing point of a profile's grid in a fresh kernel; exit code 1 if one failed."""
@@ -60,6 +64,10 @@ def run(
             only=only or [],
             overrides=overrides,
         )
+    if dry_run:
+        for line in runner.listing(points, machine_of(profile)):
+            typer.echo(line)
+        return
     done = runner.run(points, typer.echo)
     typer.echo(runner.summary(done))
     if any(point.status == "failed" for point in done):

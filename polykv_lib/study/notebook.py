@@ -13,6 +13,7 @@ import pandas as pd
 import polykv_lib
 from polykv_lib.study import params as parameters
 from polykv_lib.study import platform, provenance
+from polykv_lib.study.estimate import estimate, this_machine
 from polykv_lib.study.own import OWN, own_table
 from polykv_lib.study.params import ExperimentParameters, Parameters
 from polykv_lib.study.record import Failure, Outcome, Record
@@ -80,6 +81,9 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
 
     Returns:
         The point's record, status "ok".
+
+    Raises:
+        DoesNotFit: the point needs more memory than this machine has.
     """
     from polykv_lib.study.grid import is_point  # here, because that module imports this one
 
@@ -97,6 +101,8 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
     blank = Record(experiment=experiment, key=key, params=chosen.resolved, status="failed")
     clock = Clock(profile=profile_of(chosen))
     try:
+        if expected := estimate(chosen, this_machine()):
+            _print(expected.checked())
         outcome = compute(experiment, chosen.resolved)
     except Exception as error:
         failed = blank.model_copy(

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ import papermill
 from papermill.exceptions import PapermillExecutionError
 
 from polykv_lib.study import provenance
+from polykv_lib.study.estimate import Machine, estimate
 from polykv_lib.study.grid import Point, is_point
 from polykv_lib.study.notebook import MARK, failure, profile_of, store_of
 from polykv_lib.study.params import ExperimentParameters
@@ -59,6 +60,20 @@ def run(points: Sequence[Point], say: Say) -> list[Done]:
             told = f"FAILED, {error.type}: {error.message}" if error else "ok"
             say(f"{place}: {told} ({_span(took_s[-1])})")
     return done
+
+
+def listing(points: Sequence[Point], machine: Machine) -> Iterator[str]:
+    """A line a point, without running it: key, what it is, whether it is stored, its estimate."""
+    for point in points:
+        line = f"{point.key or '-':16}  {point.label}"
+        if not isinstance(point.chosen, ExperimentParameters):
+            yield f"{line}: reads results"
+            continue
+        expected = estimate(point.chosen, machine)
+        told = f"{expected.time}; {expected.arithmetic}" if expected else "no estimate"
+        refused = "DOES NOT FIT; " if expected and not expected.fits else ""
+        stored = "stored already; " if _is_stored(point) else ""
+        yield f"{line}, {point.chosen.MODEL}: {stored}{refused}{told}"
 
 
 def summary(done: Sequence[Done]) -> str:

@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,9 +12,15 @@ import pytest
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from polykv_lib.hf import embedded, models, placement
+from polykv_lib.hf import embedded, models, placement, sources
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -183,7 +190,10 @@ def test_a_local_folder_loads_and_progress_bars_come_back(
         ("Qwen/Qwen3-8B", "qwen-3/transformers/8b/1"),
         ("llama-3.1-8b", "llama-3.1/transformers/8b-instruct/2"),
         ("llama-3-8b", "llama-3/transformers/8b-chat-hf/1"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3/Transformers/8b-chat-hf/1/weights"),
         ("qwen2.5-7b", "models/qwen-lm/qwen2.5/transformers/7b-instruct/1"),
+        ("smollm2-1.7b", "datasets/someone/SmolLM2-1.7B-Instruct"),
+        ("Qwen/Qwen3-1.7B", "qwen-3/transformers/1.7b/1"),
     ],
 )
 def test_a_kaggle_mount_is_found(
@@ -192,15 +202,26 @@ def test_a_kaggle_mount_is_found(
     for each in (mount, "gemma-3/transformers/gemma-3-1b-it/1"):
         (tmp_path / each).mkdir(parents=True)
         (tmp_path / each / "config.json").touch()
-    monkeypatch.setattr(models, "KAGGLE_INPUT", tmp_path)
-    assert models._locate(name) == (str(tmp_path / mount), {})
+    monkeypatch.setattr(sources, "KAGGLE_INPUT", tmp_path)
+    assert sources.locate(name) == (str(tmp_path / mount), {})
+
+
+def test_a_base_model_is_not_taken_for_the_instructed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mount in ("llama-3/transformers/8b-hf/1", "qwen-3/transformers/8b-base/1"):
+        (tmp_path / mount).mkdir(parents=True)
+        (tmp_path / mount / "config.json").touch()
+    monkeypatch.setattr(sources, "KAGGLE_INPUT", tmp_path)
+    for name in ("llama-3-8b", "qwen3-8b"):
+        assert sources.locate(name)[0] == sources.HUB_IDS[name]
 
 
 def test_two_matching_mounts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("1", "2"):
         (tmp_path / "qwen-3/transformers/8b" / version).mkdir(parents=True)
         (tmp_path / "qwen-3/transformers/8b" / version / "config.json").touch()
-    monkeypatch.setattr(models, "KAGGLE_INPUT", tmp_path)
+    monkeypatch.setattr(sources, "KAGGLE_INPUT", tmp_path)
     with pytest.raises(ValueError, match=r"'qwen3-8b' matches 2 mounted models \(.*8b/1, .*8b/2\)"):
         load_model("qwen3-8b", device="cpu")
 
@@ -257,7 +278,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_a_hub_id_without_network_is_one_sentence_at_once(
     offline_set: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(models.huggingface_hub.constants, "HF_HUB_OFFLINE", offline_set)
+    monkeypatch.setattr(sources.huggingface_hub.constants, "HF_HUB_OFFLINE", offline_set)
     start_s = time.perf_counter()
     with pytest.raises(ConnectionError, match="neither in the local hub cache nor can it be") as e:
         load_model("some-owner/some-model", device="cpu")
@@ -302,7 +323,7 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("asked", "n_gpus", "options"),
     [
-        (None, 2, {"device_map": "sequential", "max_memory": {0: 8000, 1: 8000}}),
+        (None, 2, {"device_map": "sequential", "max_memory": {0: 6000, 1: 6000}}),
         (None, 1, {}),
         ("cuda:1", 2, {}),
     ],
@@ -314,6 +335,42 @@ def test_only_several_gpus_with_none_asked_for_are_filled_in_order(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 16_000))
     assert placement.spread(asked, torch.device("cuda")) == options
     assert placement.spread(asked, torch.device("cpu")) == {}
+
+
+def test_four_bit_weights_compute_in_the_dtype_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def from_pretrained(source: str, **options: object) -> LlamaForCausalLM:
+        asked.update(options)
+        return tiny()
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(placement, "find_spec", lambda _: True)
+    version = importlib.metadata.version
+    monkeypatch.setattr(  # transformers asks for it where the option is made
+        importlib.metadata, "version", lambda p: "0.46" if p == "bitsandbytes" else version(p)
+    )
+    model, _ = load_model("smollm2-135m@4bit")
+    quantised = asked["quantization_config"]
+    assert isinstance(quantised, BitsAndBytesConfig)
+    assert quantised.load_in_4bit
+    assert quantised.bnb_4bit_quant_type == "nf4"
+    assert quantised.bnb_4bit_compute_dtype is asked["dtype"] is torch.float16
+    assert asked["device_map"] == {"": torch.device("cuda")}
+    assert model.config.name_or_path == "smollm2-135m@4bit"
+
+
+def test_four_bit_weights_without_gpu_or_bitsandbytes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RuntimeError, match="4-bit weights need a GPU; leave @4bit out"):
+        load_model("smollm2-135m@4bit", device="cpu")
+    monkeypatch.setattr(placement, "find_spec", lambda _: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps bitsandbytes"):
+        placement.four_bit(torch.device("cuda"), torch.float16)
 
 
 # --- fingerprints ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The console command: exit codes and one-line errors."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,20 @@ def test_run_passes_options_on_and_fails_if_a_point_failed(
     assert given.N_DOCS == 2
     assert given.FORCE
     assert str(tmp_path) == given.OUT_DIR
+
+
+def test_a_dry_run_lists_keys_time_and_memory_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "execute", lambda *_: pytest.fail("it ran"))
+    llama = ["--set", "MODEL=llama-3-8b", "--set", "PREFIX_TOKENS=[90000]"]
+    result = polykv("run", "--profile", "t4", "--only", "02", "--out", str(tmp_path), "--dry-run")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) >= 5
+    for line in result.stdout.splitlines():
+        assert re.match(r"[0-9a-f]{16}  02_ppl_inversion .*: about .* on 2 x T4$", line)
+    refused = polykv("run", "--profile", "t4", "--only", "02", *llama, "--dry-run")
+    assert "llama-3-8b: DOES NOT FIT; about" in refused.stdout
 
 
 def test_tables_and_figures_come_from_stored_results(

@@ -1,0 +1,106 @@
+"""How much a point computes, counted from its parameters: tokens read, decoding steps, sizes."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from polykv_lib.study.params import (
+    AgentFidelity,
+    ExperimentParameters,
+    MemoryScaling,
+    PlanAblations,
+    PlanRecovery,
+    PplInversion,
+)
+
+QUESTION_TOKENS = 60  # of an agent's question in its chat turn, or of an item's tail
+METHODS = 4  # ways of decoding that memory_scaling times; one decodes agent after agent
+READERS = 3  # of a document beside its pools: the full cache and two controls
+ERROR_POINTS = 4  # budgets at which a calibration pass evicts each layer alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """`read` and `steps` decide the time, the others the memory."""
+
+    read: int  # tokens that pass through the model in bulk
+    steps: int  # decoding steps, of a batch of agents each
+    document: int  # longest document, tokens
+    agents: int  # largest batch
+    own: int  # tokens of an agent's own, question and answer
+    scored: int  # tokens whose logits are held at once
+
+
+def work_of(chosen: ExperimentParameters, n_layers: int) -> Work | None:
+    """The work of a point on a model of so many layers; None for an experiment not counted here."""
+    match chosen:
+        case MemoryScaling():
+            return _memory(chosen)
+        case PplInversion():
+            return _perplexity(chosen)
+        case AgentFidelity():
+            return _agents(chosen)
+        case PlanRecovery():
+            methods = len(chosen.POLICIES) + 2 * len(chosen.PLANS) * len(chosen.CODECS)
+            answered = (2 + len(chosen.PLANS)) * len(chosen.KEEP)
+            steps = answered * chosen.MAX_NEW_TOKENS
+            return _plans(chosen, n_layers, len(chosen.KEEP), methods, steps)
+        case PlanAblations():
+            methods = chosen.N_SHUFFLES + 8 * len(chosen.CANDIDATES)
+            return _plans(chosen, n_layers, 1, methods, 0)
+    return None
+
+
+def _memory(p: MemoryScaling) -> Work:
+    rounds = METHODS * (p.ROUNDS + 5)
+    return Work(
+        read=sum(p.STEP_TOKENS),
+        steps=len(p.STEP_TOKENS) * rounds * ceil(sum(1 + n / METHODS for n in p.STEP_AGENTS)),
+        document=max(p.STEP_TOKENS),
+        agents=max(p.STEP_AGENTS),
+        own=QUESTION_TOKENS + 64,
+        scored=max(p.STEP_AGENTS),
+    )
+
+
+def _perplexity(p: PplInversion) -> Work:
+    read, scored = 0, [1]
+    for prefix in {*p.PREFIX_TOKENS, p.FRONTIER_TOKENS} - {0}:
+        codecs = len(p.CODECS) * (prefix in p.PREFIX_TOKENS)
+        for protocol in p.PROTOCOLS:
+            fixed = protocol == "fixed-window" or len(p.PROTOCOLS) == 1
+            frontier = len(p.FRONTIER_CODECS) * (fixed and prefix == p.FRONTIER_TOKENS)
+            window = p.SCORED_TOKENS if protocol == "fixed-window" else round(3 / 7 * prefix)
+            read += p.N_DOCS * (prefix + window * (2 + codecs + frontier))
+            scored.append(window)
+    longest = max(*p.PREFIX_TOKENS, p.FRONTIER_TOKENS)
+    return Work(read=read, steps=0, document=longest, agents=1, own=max(scored), scored=max(scored))
+
+
+def _agents(p: AgentFidelity) -> Work:
+    n_readers, answers = READERS + len(p.CODECS), sum(p.N_AGENTS)
+    own = QUESTION_TOKENS + p.MAX_NEW_TOKENS
+    documents = p.N_DOCS * len(p.CONTEXT_TOKENS)
+    return Work(
+        read=2 * p.N_DOCS * sum(p.CONTEXT_TOKENS) + documents * n_readers * answers * own,
+        steps=documents * n_readers * len(p.N_AGENTS) * p.MAX_NEW_TOKENS,
+        document=max(p.CONTEXT_TOKENS),
+        agents=max(p.N_AGENTS),
+        own=own,
+        scored=max(p.N_AGENTS),
+    )
+
+
+def _plans(
+    p: PlanRecovery | PlanAblations, n_layers: int, n_keep: int, methods: int, steps: int
+) -> Work:
+    n_test, n_calibration = p.N_ITEMS * len(p.TASKS), p.N_CALIBRATION * len(p.TASKS)
+    evicted_alone = n_layers * (1 + len(p.CANDIDATES)) * ERROR_POINTS
+    tails = n_test * n_keep * methods + n_calibration * n_keep * evicted_alone // 2
+    return Work(
+        read=(n_test + n_calibration) * p.CONTEXT_TOKENS + tails * QUESTION_TOKENS,
+        steps=n_test * steps,
+        document=p.CONTEXT_TOKENS,
+        agents=1,
+        own=QUESTION_TOKENS,
+        scored=QUESTION_TOKENS,
+    )
