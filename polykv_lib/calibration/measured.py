@@ -27,7 +27,7 @@ class Measured:
     n_tokens: int  # of the context
     full_nll: float  # nats an answer token over the full cache
     entropy: Float[ndarray, " layer"]  # nats, of the attention while the context is read
-    cosine: Float[ndarray, "layer policy"]  # at the target budget
+    cosine: Float[ndarray, "layer policy point"]  # of the layer's output
     error: Float[ndarray, "layer policy point"]  # relative, of the layer's output
     head_error: Float[ndarray, "layer head policy point"]  # one head evicted
     nll: Float[ndarray, "layer policy"] | None  # nats an answer token, at the target budget

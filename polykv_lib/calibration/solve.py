@@ -33,7 +33,7 @@ class Recipe:
     level: Literal["layer", "head"] = "layer"
     inverse_patterns: bool = False  # the worst policy by the signal instead of the best
     inverse_budgets: bool = False  # the same budgets, handed out in the opposite order
-    floor: float = 0.06  # least share of the document for each unit
+    floor: float = 0.06  # least share of the document for each unit, at most a quarter of the mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,11 @@ def signals(measured: Measurements) -> Signals:
     Departure from arXiv:2606.15157: the paper averages the attention over examples before it takes
     the entropy; contexts differ in length here, so the entropies are averaged.
     """
-    found = {name: measured.mean(name) for name in ("cosine", "entropy")}
+    at_target = measured.fractions.index(measured.target)
+    found = {
+        "cosine": measured.mean("cosine")[..., at_target],
+        "entropy": measured.mean("entropy"),
+    }
     if all(item.nll is not None for item in measured.items):
         rise = np.exp(measured.mean("nll")) - np.exp(measured.mean("full_nll"))
         kl = measured.mean("kl")
@@ -129,7 +133,7 @@ def _problem(
         weights=_signal(found, "gain") if weighted else np.ones(len(errors)),
         n_tokens=n_tokens,
         mean=mean,
-        floor=min(mean, max(1, round(recipe.floor * n_tokens), guarded)),
+        floor=min(mean, max(1, round(min(recipe.floor * n_tokens, mean / 4)), guarded)),
     )
 
 

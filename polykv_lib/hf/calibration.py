@@ -36,7 +36,7 @@ CANDIDATES: Final[tuple[EvictionPolicy, ...]] = tuple(
 FRACTIONS: Final = (0.06, 0.12, 0.25, 0.4, 0.6, 0.8)  # of the context: points of an error curve
 TEXT_TOKENS: Final = 1024  # of a plain text that are used
 SCORED_TOKENS: Final = 64  # of them, at most, and at most a quarter
-VERSION: Final = 1  # raise it when the same settings measure something else
+VERSION: Final = 2  # raise it when the same settings measure something else
 
 
 def calibrate(
@@ -183,7 +183,7 @@ def measure(
         raise ValueError(f"{len(items)} items and {len(policies)} policies; pass at least one.")
     settings = Settings(
         policies=tuple(policies),
-        fractions=tuple(sorted({*fractions, target})),
+        fractions=tuple(sorted({*fractions, target, min([target / 2, *fractions])})),
         target=target,
         activation=activation,
         single_layer=single_layer,

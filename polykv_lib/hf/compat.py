@@ -24,7 +24,7 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
-def forward(model: PreTrainedModel, ids: Tensor, cache: Any, **arguments: Any) -> Any:
+def forward(model: PreTrainedModel, ids: Tensor | None, cache: Any, **arguments: Any) -> Any:
     """Run model(ids) with its cache under the name that this release gives it."""
     return model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}, **arguments)
 

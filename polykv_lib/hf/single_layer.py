@@ -2,14 +2,14 @@
 
 The context is read once. One pass of question and answer over the full cache gives every layer's
 output under every policy and budget, since what enters a layer does not change when it alone is
-evicted. Perplexity and KL take a pass of question and answer for each layer and policy, over the
-same cache with that layer's keys and values swapped.
+evicted. Perplexity and KL take a pass of question and answer for each layer and policy, through
+that layer and those after it, over the same cache with its keys and values swapped.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ from transformers import Cache, PreTrainedModel
 
 from polykv_lib.calibration import EncodedItem, Measured, compare, tail_output
 from polykv_lib.calibration.recompute import Difference, Parts
-from polykv_lib.evict import EvictionPolicy, Plan, Protected, keep
+from polykv_lib.evict import EvictionPolicy, Protected, keep
 from polykv_lib.evict.attention import column_sums
 from polykv_lib.evict.merging import at, merged
-from polykv_lib.hf import compat
-from polykv_lib.hf.build import evict_document, share
+from polykv_lib.hf.build import share
 from polykv_lib.hf.checks import check_length
 from polykv_lib.hf.observe import ObservedLayer, observe
+from polykv_lib.hf.suffix import answer_logits, logits_from, tail_states
 from polykv_lib.kv import LayerKV, Scores
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
@@ -86,33 +86,19 @@ def measure_item(model: PreTrainedModel, item: EncodedItem, settings: Settings) 
     grid = (len(layers), len(settings.policies), len(settings.fractions))
     flat = [d for of_layer in differences for d in of_layer]
     heads = np.array([d.head_errors for d in flat]).reshape(*grid, -1)
-    target = settings.fractions.index(settings.target)
-    nll, kl = _swap(model, item, settings, full) if settings.single_layer else (None, None)
+    nll, kl = _swap(model, item, settings, layers, held) if settings.single_layer else (None, None)
     return Measured(
         item=item.id,
         family=item.family,
         n_tokens=n_tokens,
         full_nll=_nll(full, item),
         entropy=np.array([entropy for entropy, _ in seen]),
-        cosine=np.array([d.cosine for d in flat]).reshape(grid)[..., target],
+        cosine=np.array([d.cosine for d in flat]).reshape(grid),
         error=np.array([d.error for d in flat]).reshape(grid),
         head_error=np.moveaxis(heads, -1, 1),
         nll=nll,
         kl=kl,
     )
-
-
-@torch.no_grad()
-def answer_logits(
-    model: PreTrainedModel, cache: Any, item: EncodedItem
-) -> Float[Tensor, "answer vocab"]:
-    """Logits in fp32 that predict the answer, after a cache that has seen the item's context."""
-    tail = torch.tensor([item.tail_ids], device=model.device)
-    positions = len(item.context_ids) + torch.arange(tail.shape[1], device=model.device)
-    output = compat.forward(
-        model, tail, cache, position_ids=positions[None], logits_to_keep=len(item.answer_ids)
-    )
-    return output.logits[0].float()
 
 
 def _nll(logits: Float[Tensor, "answer vocab"], item: EncodedItem) -> float:
@@ -172,13 +158,18 @@ def _recompute(
 
 def _evicted(layer: LayerKV, held: Held, n_context: int) -> LayerKV:
     """The layer with its context as it is held; the tail stays."""
-    context = held.merged or LayerKV(
-        keys=at(layer.keys, held.index), values=at(layer.values, held.index)
-    )
+    context = _context(layer, held)
     return replace(
         layer,
         keys=torch.cat([context.keys, layer.keys[:, :, n_context:]], 2),
         values=torch.cat([context.values, layer.values[:, :, n_context:]], 2),
+    )
+
+
+def _context(layer: LayerKV, held: Held) -> LayerKV:
+    """The context as it is held."""
+    return held.merged or LayerKV(
+        keys=at(layer.keys, held.index), values=at(layer.values, held.index)
     )
 
 
@@ -201,23 +192,23 @@ def _swap(
     model: PreTrainedModel,
     item: EncodedItem,
     settings: Settings,
-    full: Float[Tensor, "answer vocab"],
+    layers: Sequence[LayerKV],
+    held: Sequence[Sequence[Held]],
 ) -> tuple[Float[np.ndarray, "layer policy"], Float[np.ndarray, "layer policy"]]:
     """NLL and KL of the answer with one layer evicted to the target, for each layer and policy."""
-    n_layers, n_policies = model.config.get_text_config().num_hidden_layers, len(settings.policies)
     ids = torch.tensor([item.context_ids])
-    budget = _tokens(settings.target, ids.shape[1])
-    plans = [Plan.uniform(policy, budget, n_layers) for policy in settings.policies]
-    layers, kept = evict_document(model, ids, plans)
-    pool = partial(share, model, layers, ids, keys=FullPrecision(), values=FullPrecision())
-    whole = pool()
-    nll, kl = np.zeros((2, n_layers, n_policies))
-    for policy in range(n_policies):
-        evicted = pool(kept=kept[policy])
-        for i in range(n_layers):
+    pool = partial(share, model, document_ids=ids, keys=FullPrecision(), values=FullPrecision())
+    whole = pool(layers)
+    full, entering = tail_states(model, whole.agent_cache(1), item)
+    nll, kl = np.zeros((2, len(layers), len(settings.policies)))
+    first = settings.fractions.index(settings.target)
+    for policy in range(len(settings.policies)):
+        at_target = [of_layer[first + policy * len(settings.fractions)] for of_layer in held]
+        evicted = pool([_context(layer, h) for layer, h in zip(layers, at_target, strict=True)])
+        for i in range(len(layers)):
             mixed = whole.layers[:i] + evicted.layers[i : i + 1] + whole.layers[i + 1 :]
             cache = replace(whole, layers=mixed).agent_cache(1)
-            logits = answer_logits(model, cache, item)
+            logits = logits_from(model, i, entering[i], cache, item)
             nll[i, policy] = _nll(logits, item)
             kl[i, policy] = float(kl_nats(full, logits).mean())
     return nll, kl

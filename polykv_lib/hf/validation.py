@@ -11,7 +11,7 @@ from polykv_lib.evict import Plan
 from polykv_lib.hf.baselines import full_cache
 from polykv_lib.hf.build import evict_document, share
 from polykv_lib.hf.checks import check_length
-from polykv_lib.hf.single_layer import answer_logits
+from polykv_lib.hf.suffix import answer_logits
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.quantize import FullPrecision, Quantizer

@@ -46,7 +46,7 @@ def measurements(
 ):
     """One item; errors [layer policy point]."""
     errors = np.array(errors, dtype=float)
-    layers, n_policies = errors.shape[:2]
+    layers = len(errors)
     heads = np.stack([errors / 2] * 2, 1) if head_errors is None else np.array(head_errors)
     kl = None if kl is None else np.array(kl, dtype=float)
     item = Measured(
@@ -55,13 +55,17 @@ def measurements(
         n_tokens=100,
         full_nll=1.0,
         entropy=np.arange(1.0, layers + 1) if entropy is None else np.array(entropy),
-        cosine=np.zeros((layers, n_policies)) if cosine is None else np.array(cosine),
+        cosine=np.zeros_like(errors) if cosine is None else at_every_point(cosine),
         error=errors,
         head_error=heads,
         nll=(kl if nll is None else np.array(nll)) if kl is not None else None,
         kl=kl,
     )
     return Measurements(policies=policies, fractions=POINTS, target=target, items=(item,))
+
+
+def at_every_point(cosine):
+    return np.repeat(np.array(cosine)[..., None], len(POINTS), axis=-1)
 
 
 FALLING = [[0.8, 0.5, 0.3], [0.9, 0.6, 0.2]]  # H2O is better with few tokens, KeyDiff with many
@@ -325,3 +329,13 @@ def test_shuffling_moves_budgets_or_policies_alone():
         drawn, own = ([repr(getattr(a, other)) for a in p.layers] for p in (moved, plan))
         assert drawn != own
         assert sorted(drawn) == sorted(own)
+
+
+@pytest.mark.parametrize(("budget", "floor"), [(4, 1), (8, 2), (24, 6), (60, 6)])
+def test_the_floor_leaves_small_budgets_something_to_share_out(budget, floor):
+    errors = [[[0.9, 0.5, 0.2]]] * 4
+    measured = measurements(errors, [[9.0], [0.1], [0.1], [0.1]], policies=(KeyDiff(),))
+    plan = solve(measured, n_tokens=100, budget=budget).plan
+    assert [layer.budget for layer in plan.layers][1:] == [floor] * 3 or budget == 60
+    assert plan.total(1) == 4 * budget
+    assert min(layer.budget for layer in plan.layers) >= floor

@@ -13,7 +13,7 @@ from scipy.stats import bootstrap
 
 from polykv_lib import hf, presets
 from polykv_lib.evict import EvictionPolicy, Plan, Protected
-from polykv_lib.hf.single_layer import answer_logits
+from polykv_lib.hf.suffix import answer_logits
 from polykv_lib.kv import LayerKV, Scores
 from polykv_lib.metrics import answers
 from polykv_lib.metrics.agreement import kl_nats

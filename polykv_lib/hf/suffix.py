@@ -1,0 +1,94 @@
+"""Question and answer after a cache: through the whole model, or through its layers from one on.
+
+When only one layer's cache changes, what enters that layer does not. The pass may then begin there,
+with the hidden states of an earlier pass: on average half the layers, and exactly the same numbers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from polykv_lib.calibration import EncodedItem
+from polykv_lib.hf import compat
+
+Hidden = Float[Tensor, "1 tail width"]
+
+
+@torch.no_grad()
+def answer_logits(
+    model: PreTrainedModel, cache: Any, item: EncodedItem
+) -> Float[Tensor, "answer vocab"]:
+    """Logits in fp32 that predict the answer, after a cache that has seen the item's context."""
+    return _logits(model, cache, item, input_ids=torch.tensor([item.tail_ids], device=model.device))
+
+
+@torch.no_grad()
+def tail_states(
+    model: PreTrainedModel, cache: Any, item: EncodedItem
+) -> tuple[Float[Tensor, "answer vocab"], list[Hidden]]:
+    """The same logits, and the hidden states of question and answer that enter each layer."""
+    entering: list[Hidden] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))
+        for layer in model.base_model.layers
+    ]
+    try:
+        return answer_logits(model, cache, item), entering
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def logits_from(
+    model: PreTrainedModel, start: int, hidden: Hidden, cache: Any, item: EncodedItem
+) -> Float[Tensor, "answer vocab"]:
+    """The logits of a pass that begins at layer `start` with what enters it.
+
+    The cache of the layers before is not read; that of the others must have seen the context.
+    """
+    with _without_first(model, start):
+        return _logits(model, cache, item, inputs_embeds=hidden)
+
+
+def _logits(
+    model: PreTrainedModel, cache: Any, item: EncodedItem, **inputs: Tensor
+) -> Float[Tensor, "answer vocab"]:
+    n_tail = len(item.tail_ids)
+    positions = len(item.context_ids) + torch.arange(n_tail, device=model.device)
+    output = compat.forward(
+        model,
+        inputs.pop("input_ids", None),
+        cache,
+        position_ids=positions[None],
+        logits_to_keep=len(item.answer_ids),
+        **inputs,
+    )
+    return output.logits[0].float()
+
+
+class _Passed(nn.Module):
+    """Stands where a layer was and hands on what enters it."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.attention_type = getattr(layer, "attention_type", None)  # models choose masks by it
+
+    def forward(self, hidden_states: Hidden, *args: Any, **kwargs: Any) -> Hidden:
+        return hidden_states
+
+
+@contextmanager
+def _without_first(model: PreTrainedModel, n: int) -> Iterator[None]:
+    """The model with its first `n` layers passed over; afterwards as it was."""
+    layers = model.base_model.layers
+    model.base_model.layers = nn.ModuleList([*map(_Passed, layers[:n]), *layers[n:]])
+    try:
+        yield
+    finally:
+        model.base_model.layers = layers
