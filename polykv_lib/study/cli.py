@@ -2,17 +2,22 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from polykv_lib.study import kaggle_command
+from polykv_lib.study.console import checkout, errors_in_one_line
 from polykv_lib.study.estimate import machine_of
 from polykv_lib.study.params import ParameterError, Parameters, near, validate
 from polykv_lib.study.platform import Places, PlatformError, check_writable, repository
 from polykv_lib.study.store import collect
+
+if TYPE_CHECKING:
+    from polykv_lib.study.grid import Point
+    from polykv_lib.study.run import Done
 
 app = typer.Typer(
     help="One compressed KV cache of a document, read by many agents: the study.",
@@ -20,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(kaggle_command.app, name="kaggle")
 
 PROFILES = (
     "smoke: every notebook on a handful of tokens, about two minutes on one core; "
@@ -44,6 +50,9 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List points, their keys, time and memory; run none.")
     ] = False,
+    dask: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Run on the workers of this Dask scheduler.")
+    ] = "",
     out: OutDir = "",
 ) -> None:
     """Runs each missing point of a profile's grid in a fresh kernel; exit code 1 if one failed."""
@@ -51,8 +60,8 @@ def run(
     from polykv_lib.study import run as runner
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    with _errors_in_one_line():
-        root = _checkout()
+    with errors_in_one_line():
+        root = checkout()
         overrides = _assignments(set_ or [])
         overrides |= {"FORCE": True} if force else {}
         overrides |= {"OUT_DIR": str(Path(out).resolve())} if out else {}
@@ -68,7 +77,8 @@ def run(
         for line in runner.listing(points, machine_of(profile)):
             typer.echo(line)
         return
-    done = runner.run(points, typer.echo)
+    with errors_in_one_line():
+        done = _on_dask(dask, points) if dask else runner.run(points, typer.echo)
     typer.echo(runner.summary(done))
     if any(point.status == "failed" for point in done):
         raise typer.Exit(1)
@@ -85,7 +95,7 @@ def tables(
     """Writes every table, ours and the papers', from stored results; needs no model and no GPU."""
     from polykv_lib.study import tables as tabulated
 
-    with _errors_in_one_line():
+    with errors_in_one_line():
         chosen = _stored(profile, out)
         results, papers, target = chosen.results, chosen.places.papers, chosen.figures / "tables"
         check_writable(target)
@@ -100,7 +110,7 @@ def figures(profile: Profile = "", out: OutDir = "") -> None:
     """Draws every figure from stored results; needs no model and no GPU."""
     from polykv_lib.study import figures as drawn
 
-    with _errors_in_one_line():
+    with errors_in_one_line():
         chosen = _stored(profile, out)
         check_writable(chosen.figures)
         for file in drawn.write_all(chosen.results, chosen.figures):
@@ -120,14 +130,12 @@ def doctor(out: OutDir = "") -> None:
         raise typer.Exit(1)
 
 
-def _checkout() -> Path:
-    root = repository()
-    if root is None:
-        raise PlatformError(
-            "notebooks and grids are not installed with the library; clone the repository and run "
-            "`pip install -e .` in it"
-        )
-    return root
+def _on_dask(address: str, points: "Sequence[Point]") -> "list[Done]":
+    try:
+        from polykv_lib.study import cluster
+    except ModuleNotFoundError as error:
+        raise PlatformError(f"--dask needs {error.name}: pip install 'polykv-lib[dask]'") from None
+    return cluster.run_on(address, points, typer.echo)
 
 
 def _stored(profile: str, out: str) -> Parameters:
@@ -175,16 +183,6 @@ def _assignments(texts: list[str]) -> dict[str, str | bool]:
         if not equals:
             raise ParameterError(f"--set {name}: expected NAME=VALUE, such as --set N_DOCS=4")
     return {name.strip(): value for name, _, value in pairs}
-
-
-@contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    """What a user can mend ends in one line and exit code 2, without a traceback."""
-    try:
-        yield
-    except (ParameterError, PlatformError, FileNotFoundError) as error:
-        typer.echo(f"polykv: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

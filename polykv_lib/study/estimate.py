@@ -157,14 +157,14 @@ class Estimate:
 
 def estimate(chosen: ExperimentParameters, machine: Machine) -> Estimate | None:
     """A point's estimate; None for an experiment not counted or a model whose config is not had."""
+    work = work_of(chosen)
+    if work is None:
+        return None
     from polykv_lib.hf import footprint  # here, because it imports torch
 
     try:
         model = footprint(chosen.MODEL)
     except (OSError, ValueError):  # loading says why, in words of its own
-        return None
-    work = work_of(chosen, model.geometry.n_layers)
-    if work is None:
         return None
     element = machine.element_bytes
     per_token = model.geometry.elements_per_token * element
@@ -186,7 +186,8 @@ def _seconds(work: Work, model: "Footprint", machine: Machine) -> float | None:
     if machine.rates is None:
         return None
     attended = 2 * model.geometry.n_layers * model.geometry.n_q_heads * model.geometry.head_dim
-    flop = work.read * (2 * model.n_weights + 2 * attended * work.document)
+    read = work.read + model.geometry.n_layers * work.read_a_layer
+    flop = read * (2 * model.n_weights + 2 * attended * work.document)
     weights = model.weight_bytes(machine.element_bytes)
     floor = STEP_S * model.geometry.n_layers
     per_step = max(floor, weights / machine.rates.bytes_s)

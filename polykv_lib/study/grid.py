@@ -121,7 +121,7 @@ def expand(
         known = list(dict.fromkeys(entry.notebook for entry in grid.points))
         experiments = filter(None, (parameters.schema_of(name).experiment for name in known))
         raise ParameterError(
-            f"--only {' '.join(only)} matches no notebook of the grid: {', '.join(known)}; "
+            f"{' '.join(only)} matches no notebook of the grid: {', '.join(known)}; "
             f"and no experiment: {', '.join(experiments)}"
         )
     schemas = [parameters.schema_of(entry.notebook) for entry in entries]

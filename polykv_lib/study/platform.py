@@ -13,6 +13,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 EMBEDDED_MODEL = "smollm2-135m"
+KAGGLE_INPUT, KAGGLE_OUTPUT = Path("/kaggle/input"), Path("/kaggle/working")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -31,7 +32,7 @@ Kind = Literal["kaggle", "colab", "local"]
 
 def kind() -> Kind:
     """The platform, by what each one sets itself (folders such as /content prove nothing)."""
-    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+    if {"KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE"} & os.environ.keys():
         return "kaggle"
     if "google.colab" in sys.modules or any(name.startswith("COLAB_") for name in os.environ):
         return "colab"
@@ -53,14 +54,17 @@ class Places:
 
     @classmethod
     def at(cls, out_dir: str = "") -> "Places":
-        """Below `out_dir`; if empty, below the checkout, or Kaggle's output folder on Kaggle."""
-        root = repository()
+        """Below `out_dir`; if empty, below the checkout, or Kaggle's output folder on Kaggle.
+
+        On Kaggle, the results of attached kernels and datasets count as earlier ones.
+        """
+        root, on_kaggle = repository(), kind() == "kaggle"
+        attached = _attached_results() if on_kaggle else ()
         if out_dir:
-            return cls(base=Path(out_dir).expanduser().resolve())
-        if kind() == "kaggle":
-            inputs = sorted(Path("/kaggle/input").glob("**/data/results"))
-            own = [root / "data" / "results"] if root else []
-            return cls(base=Path("/kaggle/working"), earlier=(*own, *inputs))
+            return cls(base=Path(out_dir).expanduser().resolve(), earlier=attached)
+        if on_kaggle:
+            own = (root / "data" / "results",) if root else ()
+            return cls(base=KAGGLE_OUTPUT, earlier=(*own, *attached))
         return cls(base=root or Path.cwd())
 
     @property
@@ -79,6 +83,12 @@ class Places:
     def papers(self) -> Path:
         """The published numbers, which come with the checkout."""
         return (repository() or self.base) / "data" / "papers"
+
+
+def _attached_results() -> tuple[Path, ...]:
+    """`data/results` in each mount: `<slug>/`, `notebooks/<owner>/<slug>/`, or a folder deeper."""
+    depths = ("*/" * depth + "data/results" for depth in range(1, 5))
+    return tuple(path for pattern in depths for path in sorted(KAGGLE_INPUT.glob(pattern)))
 
 
 def check_writable(folder: Path) -> None:

@@ -29,6 +29,11 @@ class Done:
     status: Literal["ok", "stored", "failed", "not started"]
     error: Failure | None = None
 
+    @property
+    def told(self) -> str:
+        """The status in a progress line."""
+        return f"FAILED, {self.error.type}: {self.error.message}" if self.error else self.status
+
 
 def run(points: Sequence[Point], say: Say) -> list[Done]:
     """Runs every point that is not stored yet; a failed one is recorded and the rest goes on.
@@ -41,7 +46,7 @@ def run(points: Sequence[Point], say: Say) -> list[Done]:
         say: receives plain progress lines.
     """
     start_s = time.monotonic()
-    missing = [point for point in points if not _is_stored(point)]
+    missing = [point for point in points if not is_stored(point)]
     done: list[Done] = []
     took_s: list[float] = []
     for number, point in enumerate(points, 1):
@@ -54,11 +59,9 @@ def run(points: Sequence[Point], say: Say) -> list[Done]:
             done.append(Done(point=point, status="not started"))
         else:
             say(f"{place}: started{_left(took_s, len(missing) - len(took_s))}")
-            done.append(_run_one(point, say))
+            done.append(run_one(point, say))
             took_s.append(time.monotonic() - begin_s)
-            error = done[-1].error
-            told = f"FAILED, {error.type}: {error.message}" if error else "ok"
-            say(f"{place}: {told} ({_span(took_s[-1])})")
+            say(f"{place}: {done[-1].told} ({span(took_s[-1])})")
     return done
 
 
@@ -72,7 +75,7 @@ def listing(points: Sequence[Point], machine: Machine) -> Iterator[str]:
         expected = estimate(point.chosen, machine)
         told = f"{expected.time}; {expected.arithmetic}" if expected else "no estimate"
         refused = "DOES NOT FIT; " if expected and not expected.fits else ""
-        stored = "stored already; " if _is_stored(point) else ""
+        stored = "stored already; " if is_stored(point) else ""
         yield f"{line}, {point.chosen.MODEL}: {stored}{refused}{told}"
 
 
@@ -89,7 +92,8 @@ def summary(done: Sequence[Done]) -> str:
     return f"{text}; time budget reached: {finished} of {len(done)} done, rerun to continue"
 
 
-def _is_stored(point: Point) -> bool:
+def is_stored(point: Point) -> bool:
+    """Whether there is a good record of a point, here or among earlier outputs."""
     if not isinstance(point.chosen, ExperimentParameters) or point.chosen.FORCE:
         return False
     experiment, key = point.chosen.experiment, str(point.key)
@@ -105,7 +109,8 @@ def _over_budget(point: Point, elapsed_s: float) -> bool:
     return budget > 0 and elapsed_s >= 60 * budget
 
 
-def _run_one(point: Point, say: Say) -> Done:
+def run_one(point: Point, say: Say) -> Done:
+    """Runs a point, whatever happens to its kernel, and makes the store agree with what did."""
     started = provenance.now()
     error = execute(point, say)
     if isinstance(point.chosen, ExperimentParameters):
@@ -184,8 +189,9 @@ def _settle(
 
 def _left(took_s: Sequence[float], n_left: int) -> str:
     """Time left if the missing points take as long as the mean so far; empty for the first."""
-    return f", about {_span(n_left * sum(took_s) / len(took_s))} left" if took_s else ""
+    return f", about {span(n_left * sum(took_s) / len(took_s))} left" if took_s else ""
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A duration in words."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

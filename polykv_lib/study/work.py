@@ -23,6 +23,7 @@ class Work:
     """`read` and `steps` decide the time, the others the memory."""
 
     read: int  # tokens that pass through the model in bulk
+    read_a_layer: int = 0  # the same, once for each layer of the model
     steps: int  # decoding steps, of a batch of agents each
     document: int  # longest document, tokens
     agents: int  # largest batch
@@ -30,8 +31,8 @@ class Work:
     scored: int  # tokens whose logits are held at once
 
 
-def work_of(chosen: ExperimentParameters, n_layers: int) -> Work | None:
-    """The work of a point on a model of so many layers; None for an experiment not counted here."""
+def work_of(chosen: ExperimentParameters) -> Work | None:
+    """The work of a point; None for an experiment that is not counted here."""
     match chosen:
         case MemoryScaling():
             return _memory(chosen)
@@ -43,10 +44,10 @@ def work_of(chosen: ExperimentParameters, n_layers: int) -> Work | None:
             methods = len(chosen.POLICIES) + 2 * len(chosen.PLANS) * len(chosen.CODECS)
             answered = (2 + len(chosen.PLANS)) * len(chosen.KEEP)
             steps = answered * chosen.MAX_NEW_TOKENS
-            return _plans(chosen, n_layers, len(chosen.KEEP), methods, steps)
+            return _plans(chosen, len(chosen.KEEP), methods, steps)
         case PlanAblations():
             methods = chosen.N_SHUFFLES + 8 * len(chosen.CANDIDATES)
-            return _plans(chosen, n_layers, 1, methods, 0)
+            return _plans(chosen, 1, methods, 0)
     return None
 
 
@@ -90,14 +91,13 @@ def _agents(p: AgentFidelity) -> Work:
     )
 
 
-def _plans(
-    p: PlanRecovery | PlanAblations, n_layers: int, n_keep: int, methods: int, steps: int
-) -> Work:
+def _plans(p: PlanRecovery | PlanAblations, n_keep: int, methods: int, steps: int) -> Work:
     n_test, n_calibration = p.N_ITEMS * len(p.TASKS), p.N_CALIBRATION * len(p.TASKS)
-    evicted_alone = n_layers * (1 + len(p.CANDIDATES)) * ERROR_POINTS
-    tails = n_test * n_keep * methods + n_calibration * n_keep * evicted_alone // 2
+    evicted_alone = n_calibration * n_keep * (1 + len(p.CANDIDATES)) * ERROR_POINTS
     return Work(
-        read=(n_test + n_calibration) * p.CONTEXT_TOKENS + tails * QUESTION_TOKENS,
+        read=(n_test + n_calibration) * p.CONTEXT_TOKENS
+        + n_test * n_keep * methods * QUESTION_TOKENS,
+        read_a_layer=evicted_alone * QUESTION_TOKENS // 2,  # through half of the layers, on average
         steps=n_test * steps,
         document=p.CONTEXT_TOKENS,
         agents=1,

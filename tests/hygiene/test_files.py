@@ -75,7 +75,8 @@ def imported_by(path: Path) -> set[str]:
 
 
 def test_every_import_of_the_library_is_declared() -> None:
-    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    listed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dask"]]
+    declared = {canonicalize_name(Requirement(text).name) for text in listed}
     homes = packages_distributions()
     for path in MODULES:
         for name in imported_by(path):
@@ -98,7 +99,7 @@ def test_every_dependency_is_pinned_above_its_floor() -> None:
 
 def test_pins_and_constraints_agree() -> None:
     frozen = {canonicalize_name(r.name): r.specifier for r in requirements("constraints.txt")}
-    for pin in requirements("requirements.txt", "requirements-dev.txt"):
+    for pin in requirements("requirements.txt", "requirements-dev.txt", "requirements-kaggle.txt"):
         assert frozen[canonicalize_name(pin.name)] == pin.specifier, pin.name
 
 

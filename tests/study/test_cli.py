@@ -23,11 +23,12 @@ def polykv(*arguments: str) -> Any:
     ("arguments", "said"),
     [
         (["--profile", "offlne"], "no profile 'offlne'"),
-        (["--only", "99"], "--only 99 matches no notebook"),
+        (["--only", "99"], "99 matches no notebook"),
         (
             ["--set", "CONTEXT_TOKEN=[1]"],
             "unknown parameter CONTEXT_TOKEN; did you mean CONTEXT_TOKENS? This run takes ",
         ),
+        (["--dask", "127.0.0.1:1"], "no Dask scheduler answers at '127.0.0.1:1'"),
         (["--set", "SEED"], "--set SEED: expected NAME=VALUE"),
         (["--set", "N_BOOT=none"], "N_BOOT='none': input should be a valid integer"),
     ],

@@ -34,6 +34,25 @@ def test_each_platform_is_known_by_what_it_sets_itself(plain: pytest.MonkeyPatch
     assert platform.kind() == "colab"
     plain.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
     assert platform.kind() == "kaggle"
+    plain.delenv("KAGGLE_KERNEL_RUN_TYPE")
+    plain.setenv("KAGGLE_URL_BASE", "x")
+    assert platform.kind() == "kaggle"
+
+
+def test_results_of_attached_kernels_are_read_wherever_output_goes(
+    plain: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mounts = [
+        tmp_path / name / "data" / "results"
+        for name in ("earlier", "notebooks/me/earlier", "datasets/me/d/sub")
+    ]
+    for mount in mounts:
+        mount.mkdir(parents=True)
+    plain.setattr(platform, "KAGGLE_INPUT", tmp_path)
+    assert Places.at("out").earlier == ()
+    plain.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    assert Places.at("out").earlier == tuple(mounts)
+    assert Places.at().earlier[1:] == tuple(mounts)
 
 
 def test_places_are_the_same_from_any_folder(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,6 +102,19 @@ def test_a_secret_is_looked_for_and_never_required(plain: pytest.MonkeyPatch) ->
     assert platform.secret("HF_TOKEN") == "HF_TOKEN of Kaggle"
     plain.setenv("HF_TOKEN", "mine")
     assert platform.secret("HF_TOKEN") == "mine"
+
+
+def test_colab_gives_its_secret_or_times_out(plain: pytest.MonkeyPatch) -> None:
+    def timed_out(name: str) -> str:
+        raise TimeoutError(f"{name}: no answer from the browser")
+
+    userdata: Any = ModuleType("google.colab.userdata")
+    userdata.get = lambda name: f"{name} of Colab"
+    plain.setenv("COLAB_RELEASE_TAG", "x")
+    plain.setitem(sys.modules, "google.colab.userdata", userdata)
+    assert platform.secret("HF_TOKEN") == "HF_TOKEN of Colab"
+    userdata.get = timed_out
+    assert platform.secret("HF_TOKEN") is None
 
 
 def test_gpus_are_read_from_the_driver_without_torch(plain: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import nbformat
 import pytest
 
 from polykv_lib.study import grid as grids
+from polykv_lib.study import platform
 from polykv_lib.study import run as runner
 from polykv_lib.study.notebook import run_point
 from polykv_lib.study.params import ExperimentParameters
@@ -140,3 +141,23 @@ def test_a_time_budget_stops_between_points(
     done = runner.run(points, str)
     assert [d.status for d in done] == ["not started"] * 3 + ["ok"]
     assert runner.summary(done).endswith("time budget reached: 1 of 4 done, rerun to continue")
+
+
+def test_it_goes_on_from_an_attached_earlier_output(
+    notebooks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = {"notebook": "05_toy", "sweep": {"N": [1, 2]}}
+    first, _ = points = expand(notebooks, toy)
+    assert [d.status for d in runner.run([first], str)] == ["ok"]
+    attached = notebooks.parent / "input" / "notebooks" / "me" / "earlier"
+    attached.parent.mkdir(parents=True)
+    (notebooks.parent / "out").rename(attached)
+    monkeypatch.setattr(platform, "KAGGLE_INPUT", notebooks.parent / "input")
+    executed: list[grids.Point] = []
+    monkeypatch.setattr(runner, "execute", lambda point, say: executed.append(point))
+    monkeypatch.setattr(runner, "_settle", lambda *args: None)
+    assert [d.status for d in runner.run(points, str)] == ["ok", "ok"], "not attached on Kaggle"
+    executed.clear()
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    assert [d.status for d in runner.run(points, str)] == ["stored", "ok"]
+    assert [point.chosen.model_dump()["N"] for point in executed] == [2]
