@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
 from scipy.stats import bootstrap
 
 CONFIDENCE = 0.95
@@ -56,6 +58,39 @@ def median_interval(
         ValueError: There is no value.
     """
     return _interval(values, np.median, seed, n_resamples)
+
+
+def stratified(
+    families: Sequence[Float[ndarray, "_ column"]],
+    of_means: Callable[[Float[ndarray, "... column"]], Any],
+    *,
+    seed: int,
+    n_resamples: int,
+) -> Interval:
+    """A function of the columns' means over families, with items resampled inside each family.
+
+    All columns of an item are resampled together, so that differences and ratios are paired. No
+    interval is given where a family has a single item.
+    """
+    n = sum(map(len, families))
+
+    def statistic(*drawn: Any, axis: int = -1) -> Any:
+        means = [own[i.astype(int)].mean(-2) for own, i in zip(families, drawn, strict=True)]
+        return of_means(np.mean(means, axis=0))
+
+    value = float(statistic(*(np.arange(len(own)) for own in families)))
+    if min(map(len, families)) < 2:
+        return Interval(value=value, lo=None, hi=None, n=n)
+    spread = bootstrap(
+        [np.arange(len(own)) for own in families],
+        statistic,
+        n_resamples=n_resamples,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        vectorized=True,
+        random_state=np.random.default_rng(seed),
+    ).confidence_interval
+    return Interval(value=value, lo=float(spread.low), hi=float(spread.high), n=n)
 
 
 def _interval(

@@ -29,6 +29,7 @@ class Item:
         answers: References.
         metric: A name in `metrics.answers.METRICS`.
         max_new_tokens: Where an answer ends at the latest.
+        scored_tokens: How many tokens of a reference are teacher-forced, at most.
         split: "calibration" or "test"; no document is in both.
         chat_template: Whether a chat model reads the prompt as a user's turn.
         first_line: Whether only the answer's first line is scored.
@@ -48,6 +49,7 @@ class Item:
     answers: tuple[str, ...]
     metric: str
     max_new_tokens: int
+    scored_tokens: int = 16
     split: Split = "test"
     chat_template: bool = True
     first_line: bool = False

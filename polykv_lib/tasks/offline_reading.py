@@ -1,4 +1,4 @@
-"""Reading tasks over local articles: stated facts in one text or among several, and leads."""
+"""Reading tasks over local articles: facts stated in one text or among several, leads, prose."""
 
 import re
 from collections import Counter
@@ -14,6 +14,7 @@ from polykv_lib.tasks.texts import Article
 
 N_ARTICLES: Final = 4  # passages to search in
 MAX_LEAD_WORDS: Final = 100
+CONTINUED_WORDS: Final = 80  # at least, which are more than the 64 tokens that are scored
 _FACT: Final = re.compile(r"(?<=[a-z,] )(?:1\d{3}|20\d{2}|[A-Z][a-z]+(?: [A-Z][a-z]+)*)\b")
 _WORD: Final = re.compile(r"\w+")
 _WORDS_BEFORE: Final = range(7, 31)
@@ -110,6 +111,30 @@ def body_of(article: Article, reference: str) -> Maker:
         question="\n\nWrite the opening paragraph of the article, which says what "
         f"{article.title} is and sums up the most important points.\n\nOpening paragraph:",
         answers=(reference,),
+    )
+
+
+def next_sentences(article: Article, random: Random) -> Maker:
+    """`size` sentences of an article, and those after them as the reference: nothing is asked.
+
+    The first word of what follows stands in the question's place, because something must be read
+    after the context.
+    """
+    own = prose(article)
+    words, last = 0, len(own)
+    while words < CONTINUED_WORDS:
+        last -= 1
+        words += len(own[last].split())
+    place = random.randint(last * 2 // 3, last)  # so that what stands before it can be long
+    end, words = place, 0
+    while words < CONTINUED_WORDS:
+        words += len(own[end].split())
+        end += 1
+    first, rest = " ".join(own[place:end]).split(" ", 1)
+    return lambda size: Parts(
+        context=f"{article.title}\n\n{' '.join(own[max(0, place - size) : place])}",
+        question=f" {first}",
+        answers=(f" {rest}",),
     )
 
 

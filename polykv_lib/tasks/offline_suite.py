@@ -1,7 +1,7 @@
 """Tasks of LongBench's kinds made from what is installed: no network, and not LongBench.
 
 Facts, labels and references are true by construction, because they are read off the text: a year
-or name that an article states, its title, its lead section, the next line of a source file. An
+or name that an article states, its title, its lead section, how it goes on. An
 item's id names its documents and question at every length; calibration and test share no article
 and no source file. A score of this suite is no LongBench score and is never called one.
 """
@@ -36,6 +36,7 @@ class Task:
     least: int  # size of the smallest item
     bare: bool = False
     first_line: bool = False
+    scored_tokens: int = 16
 
 
 TASKS: Final[dict[str, Task]] = {
@@ -60,6 +61,14 @@ TASKS: Final[dict[str, Task]] = {
     "unique_paragraphs": Task(category="synthetic", metric="count", max_new_tokens=4, least=3),
     "next_line": Task(
         category="code", metric="code_similarity", max_new_tokens=32, least=5, bare=True
+    ),
+    "continuation": Task(
+        category="language modelling",
+        metric="rouge",
+        max_new_tokens=64,
+        least=5,
+        bare=True,
+        scored_tokens=64,
     ),
 }
 
@@ -112,6 +121,7 @@ def _item(
             answers=parts.answers,
             metric=shared.metric,
             max_new_tokens=shared.max_new_tokens,
+            scored_tokens=shared.scored_tokens,
             split=split,
             chat_template=not shared.bare,
             first_line=shared.first_line,
@@ -141,6 +151,8 @@ def _maker(task: str, index: int, split: Split, random: Random) -> tuple[Maker, 
     if task == "lead_section":
         reference = offline_reading.lead(own[0])
         return offline_reading.body_of(own[0], reference), 10_000, f"{own[0].title}, {source}"
+    if task == "continuation":
+        return offline_reading.next_sentences(own[0], random), 10_000, f"{own[0].title}, {source}"
     if task == "article_of_sentence":
         return offline_lists.labelled_examples(_unlike(own), random), 10_000, source
     make = (

@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from polykv_lib import hf
+from polykv_lib import hf, presets
+from polykv_lib.calibration import EncodedItem
 from polykv_lib.evict import H2O, Plan
 from polykv_lib.kv import LayerKV
+from polykv_lib.metrics.intervals import stratified
 from polykv_lib.study.experiments import (
+    eviction_choice,
     eviction_items,
     eviction_scores,
     plan_ablations,
@@ -23,7 +26,7 @@ from polykv_lib.study.experiments.eviction_items import (
     encoded,
     single,
 )
-from polykv_lib.study.experiments.eviction_scores import ScoredOnce, check_evicted, stratified
+from polykv_lib.study.experiments.eviction_scores import ScoredOnce, bytes_in_bf16, check_evicted
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks import ruler
 from polykv_lib.tasks.base import Item
@@ -65,6 +68,7 @@ RECOVERY = SHARED | {
     "MAX_NEW_TOKENS": 3,
 }
 MADE = {"paper-b", "paper-b, ppl budgets", "gain-curve", "gain-curve-heads"}
+CONTROLS = {"best single, our budgets", "ours, budgets shuffled"}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +76,13 @@ def recovery(tiny: tuple[Any, Any]) -> Outcome:
     return plan_recovery.run(RECOVERY, silent)
 
 
+def of_budget(outcome: Outcome, what: str, keep: float) -> Any:
+    named: Any = outcome.protocol[what]
+    return named[str(keep)]
+
+
 def test_every_method_has_its_numbers_by_family_and_over_all(recovery: Outcome) -> None:
-    methods = {"FullKV", *RECOVERY["POLICIES"], *MADE}
+    methods = {"FullKV", *RECOVERY["POLICIES"], *MADE, *CONTROLS, "ours"}
     for keep in (0.25, 0.5):
         for family, n in (*((task, 2) for task in TASKS), ("macro", 4)):
             kl = found(recovery, "recovery", "kl_nats", keep=keep, family=family, codec="full")
@@ -83,10 +92,11 @@ def test_every_method_has_its_numbers_by_family_and_over_all(recovery: Outcome) 
                 assert row.lo is not None
                 assert row.hi is not None
                 assert row.lo - 1e-9 <= row.value <= row.hi + 1e-9
-    roles = {row.dims["method"]: row.dims["role"] for row in recovery.rows if "role" in row.dims}
+    roles = {row.dims["method"]: row.dims["role"] for row in recovery.rows if "codec" in row.dims}
     assert roles["FullKV"] == "full cache"
     assert roles["PyramidKV"] == "single", "its budgets are not uniform"
-    assert {m for m, role in roles.items() if role == "plan"} == MADE
+    assert {m for m, role in roles.items() if role == "plan"} == {*MADE, "ours"}
+    assert {m for m, role in roles.items() if role == "control"} == CONTROLS
 
 
 def test_macro_means_are_means_of_families(recovery: Outcome) -> None:
@@ -100,15 +110,14 @@ def test_macro_means_are_means_of_families(recovery: Outcome) -> None:
 def test_the_gap_is_measured_from_the_best_single_policy_to_the_full_cache(
     recovery: Outcome,
 ) -> None:
-    best = recovery.protocol["best_single"]
-    assert isinstance(best, dict)
     for keep in (0.25, 0.5):
+        best = of_budget(recovery, "best_single", keep)
         where = {"keep": keep, "family": "macro", "codec": "full"}
-        [base] = found(recovery, "recovery", "kl_nats", method=best[str(keep)], **where)
+        [base] = found(recovery, "recovery", "kl_nats", method=best, **where)
         assert base.dims["role"] == "best single"
         [own] = found(recovery, "recovery", "kl_nats", method="paper-b", **where)
         for method, gap in (
-            (best[str(keep)], 0),
+            (best, 0),
             ("FullKV", 100),
             ("paper-b", 100 * (1 - own.value / base.value)),
         ):
@@ -126,18 +135,78 @@ def test_all_methods_keep_equally_many_tokens(recovery: Outcome) -> None:
 
 
 def test_free_answers_and_further_codecs_are_the_finalists(recovery: Outcome) -> None:
-    scored = {row.dims["method"] for row in found(recovery, "recovery", "score", family="macro")}
-    best = recovery.protocol["best_single"]
-    assert isinstance(best, dict)
-    assert scored == {"FullKV", *MADE, *best.values()}
-    ratio = {
-        (row.dims["method"], row.dims["codec"]): row.value
-        for row in found(recovery, "quality_bytes", "memory_ratio", keep=0.25)
+    for keep in (0.25, 0.5):
+        rows = found(recovery, "recovery", "score", family="macro", keep=keep)
+        best, ours = (of_budget(recovery, what, keep) for what in ("best_single", "ours"))
+        own = ours if ours in {best, *MADE} else "best single, our budgets"
+        assert {row.dims["method"] for row in rows} == {"FullKV", "ours", own, best}
+        sizes = found(recovery, "quality_bytes", "memory_ratio", keep=keep)
+        ratio = {(row.dims["method"], row.dims["codec"]): row.value for row in sizes}
+        assert ratio["FullKV", "full"] == pytest.approx(1, abs=0.02)
+        assert ratio["ours", "full"] == pytest.approx(1 / keep, rel=0.05)
+        assert ratio["ours", "polykv"] > 1.9 * ratio["ours", "full"]
+        assert {codec for method, codec in ratio if method == "PyramidKV"} == {"full"}
+
+
+def test_ours_is_what_held_out_calibration_items_chose(recovery: Outcome) -> None:
+    for keep in (0.25, 0.5):
+        best, ours = (of_budget(recovery, what, keep) for what in ("best_single", "ours"))
+        rows = found(recovery, "choice", "kl_nats", keep=keep)
+        kl = {row.dims["method"]: row.value for row in rows}
+        names = {"gain-curve", "gain-curve-heads"}
+        assert set(kl) == {best, *names, *(f"best single, {name} budgets" for name in names)}
+        assert [r.dims["method"] for r in rows if r.dims["role"] == "chosen"] == [ours]
+        assert kl == pytest.approx(of_budget(recovery, "held_out_macro_kl", keep), abs=1e-6)
+        assert kl[ours] == min(kl.values())
+        alias = ours if ours in {best, *MADE} else "best single, our budgets"
+        for row in found(recovery, "recovery", "kl_nats", keep=keep, method="ours"):
+            [same] = found(recovery, "recovery", "kl_nats", **row.dims | {
+                "method": alias, "role": "best single" if alias == best else "control"
+                if alias not in MADE else "plan"})  # fmt: skip
+            assert row.value == same.value
+
+
+def test_regrets_are_paired_differences_by_family(recovery: Outcome) -> None:
+    for row in found(recovery, "regret", "kl_over_nats"):
+        where = {name: row.dims[name] for name in ("keep", "family")} | {"codec": "full"}
+        against = str(row.dims["against"])
+        if against == "best single":
+            against = of_budget(recovery, "best_single", where["keep"])
+        [own] = found(recovery, "recovery", "kl_nats", method=row.dims["method"], **where)
+        [base] = found(recovery, "recovery", "kl_nats", method=against, **where)
+        assert row.value == pytest.approx(own.value - base.value, abs=1e-12)
+        assert row.n == own.n
+    compared = {
+        (r.dims["method"], r.dims["against"]) for r in found(recovery, "regret", "kl_over_nats")
     }
-    assert ratio["FullKV", "full"] == pytest.approx(1, abs=0.02)
-    assert ratio["gain-curve", "full"] == pytest.approx(4, abs=0.2)
-    assert ratio["gain-curve", "polykv"] > 2 * ratio["gain-curve", "full"]
-    assert {codec for method, codec in ratio if method == "PyramidKV"} == {"full"}
+    assert compared == {
+        *((name, "best single") for name in (*MADE, "ours")),
+        *(("ours", control) for control in CONTROLS),
+    }
+
+
+def test_one_calibration_item_holds_nothing_out(tiny: tuple[Any, Any]) -> None:
+    outcome = plan_recovery.run(
+        RECOVERY | {"TASKS": TASKS[1:], "KEEP": [0.25], "N_ITEMS": 1, "MAX_NEW_TOKENS": 0}, silent
+    )
+    assert of_budget(outcome, "ours", 0.25) == of_budget(outcome, "best_single", 0.25)
+    regrets = found(outcome, "regret", "kl_over_nats", method="ours", against="best single")
+    assert [row.value for row in regrets] == [0, 0]
+
+
+def test_halves_hold_out_every_item_once_and_every_family_twice() -> None:
+    def item(name: str) -> EncodedItem:
+        return EncodedItem(
+            id=name, family=name[0], context_ids=(1,), question_ids=(1,), answer_ids=(1,)
+        )
+
+    def names(*given: str) -> list[tuple[str, str]]:
+        halves = eviction_choice._halves([item(name) for name in given])
+        return [(" ".join(i.id for i in own), " ".join(i.id for i in rest)) for own, rest in halves]
+
+    assert names("a0", "a1", "b0", "b1") == [("a0 b0", "a1 b1"), ("a1 b1", "a0 b0")]
+    assert names("a0", "b0", "c0") == [("a0 c0", "b0"), ("b0", "a0 c0")]
+    assert names("a0") == []
 
 
 def test_a_plan_has_a_row_a_layer_and_equal_totals(recovery: Outcome) -> None:
@@ -155,6 +224,23 @@ def test_what_was_hidden_and_calibrated_on_is_recorded(recovery: Outcome) -> Non
     calibrated = recovery.protocol["calibration_items"]
     assert isinstance(calibrated, list)
     assert not set(calibrated) & {s["item"] for s in recovery.samples}  # type: ignore[arg-type]
+
+
+def test_bytes_are_those_of_a_pool_built_in_bf16(tiny: tuple[Any, Any]) -> None:
+    model, _ = tiny
+    ids = torch.arange(3, 63)[None]
+    plan = Plan.of(H2O(), [(20, 30), 10])
+    layers, [kept] = hf.evict_document(model, ids, [plan])
+    halves = [LayerKV(keys=a.keys.bfloat16(), values=a.values.bfloat16()) for a in layers]
+    for name in ("full", "polykv", "paper-sinks", "int8"):
+        codec = presets.codec(name)
+        sides = {"keys": codec.keys, "values": codec.values, "n_sink": codec.n_sink}
+        for tokens in (None, kept):
+            pool, half = (
+                hf.share(model, own, ids, kept=tokens, **sides) for own in (layers, halves)
+            )
+            assert bytes_in_bf16(pool) == bytes_in_bf16(half) == half.nbytes
+            assert pool.nbytes > half.nbytes or name == "int8"
 
 
 ABLATIONS = SHARED | {"KEEP": 0.25, "N_SHUFFLES": 3}

@@ -7,7 +7,7 @@ from polykv_lib.metrics.answers import score
 from polykv_lib.tasks.base import Item, check_request
 from polykv_lib.tasks.offline_code import modules
 from polykv_lib.tasks.offline_suite import TASKS, items
-from polykv_lib.tasks.passages import local_articles, paragraphs, sentences
+from polykv_lib.tasks.passages import local_articles, paragraphs, prose, sentences
 
 N = 4
 LENGTH = 900
@@ -135,3 +135,14 @@ def test_sentences_end_at_stops_but_not_at_initials_and_keep_their_quotes() -> N
     assert paragraphs("Heading\n" + "word " * 30 + "end.\n* " + "item " * 40 + ".") == [
         "word " * 30 + "end."
     ]
+
+
+def test_a_continuation_asks_nothing_and_goes_on_in_the_article() -> None:
+    known = {a.title: " ".join(prose(a)) for a in local_articles("test")}
+    for item in made("continuation"):
+        title = item.context.partition("\n")[0]
+        text = item.prompt.partition("\n\n")[2] + item.answers[0]
+        assert text in known[title]
+        assert len(item.question.split()) == 1
+        assert len(item.answers[0].split()) >= item.scored_tokens == 64
+        assert not item.chat_template

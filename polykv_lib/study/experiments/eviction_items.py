@@ -32,7 +32,6 @@ from polykv_lib.evict.controls import Guarded
 from polykv_lib.tasks import longbench, offline_suite, ruler
 from polykv_lib.tasks.base import Item, Split
 
-SCORED_TOKENS: Final = 16  # of an answer that are teacher-forced, at most
 SEPARATORS: Final = {"vt": " "}  # between the references of one answer, where it is not a comma
 # Families whose answer stands somewhere in the context, word for word.
 RETRIEVAL: Final = frozenset(
@@ -146,7 +145,7 @@ def encoded(tokenizer: Any, item: Item) -> EncodedItem:
         family=item.task,
         context_ids=tuple(context),
         question_ids=(*question, *_ids(tokenizer, prefix)),
-        answer_ids=tuple(_ids(tokenizer, answer)[:SCORED_TOKENS]),
+        answer_ids=tuple(_ids(tokenizer, answer)[: item.scored_tokens]),
     )
 
 

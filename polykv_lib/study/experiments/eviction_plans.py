@@ -1,31 +1,70 @@
-"""Per-layer plans from calibration items: paper B's and ours, and the single policy to beat."""
+"""Per-layer plans from calibration items: paper B's, ours, and the single policy to beat."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, Literal
 
 from polykv_lib import hf
-from polykv_lib.calibration import EncodedItem, Measurements, Recipe, macro_kl, solve
+from polykv_lib.calibration import (
+    EncodedItem,
+    Measurements,
+    PlanScore,
+    Recipe,
+    macro_kl,
+    shuffled,
+    solve,
+)
 from polykv_lib.evict import Plan
-from polykv_lib.hf.calibration import measure
 from polykv_lib.study.experiments.common import Say
-from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, PlanFor, single
-from polykv_lib.study.experiments.eviction_scores import FULL, sharing
+from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, PlanFor
+from polykv_lib.study.experiments.eviction_scores import FULL, Method, sharing
+
+PAPER_B: Final = "paper-b"
+LEVELS: Final[dict[str, Literal["layer", "head"]]] = {
+    "gain-curve": "layer",
+    "gain-curve-heads": "head",
+}
+OURS: Final = (
+    "ours"  # what held-out calibration items chose among the plans of LEVELS and fallbacks
+)
+BUDGETS_ALONE: Final = "best single, our budgets"
+SHUFFLED: Final = "ours, budgets shuffled"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """All methods at one budget, and which of them the plans are measured against."""
+    """All methods at one budget, and the single policy that plans are measured against.
+
+    `chosen` is what `ours` stands for, `held_out` the scores that chose it.
+    """
 
     keep: float
     best: str
+    chosen: str
     single: Mapping[str, PlanFor]
     made: Mapping[str, PlanFor]
+    controls: Mapping[str, PlanFor]
+    held_out: Sequence[PlanScore]
+
+    @property
+    def ours(self) -> str:
+        """The method whose results are those of `ours`."""
+        return self.chosen if self.chosen in {**self.single, **self.made} else BUDGETS_ALONE
+
+    @property
+    def methods(self) -> list[Method]:
+        """Everything that is scored on test items."""
+        everything = {**self.single, **self.made, **self.controls}
+        return [
+            Method(keep=self.keep, name=name, plan=plan, is_finalist=name in (self.best, self.ours))
+            for name, plan in everything.items()
+        ]
 
     def role(self, method: str) -> str:
         """What kind of method it is."""
-        if method in self.made:
+        if method in self.controls:
+            return "control"
+        if method in self.made or method == OURS:
             return "plan"
         return {FULL: "full cache", self.best: "best single"}.get(method, "single")
 
@@ -36,76 +75,50 @@ def best_single(
     """The policy of least macro KL among uniform ones, on calibration items."""
     rivals = {name: plan for name, plan in each.items() if name != PYRAMID}
     scores = hf.evaluate_plans(model, items, sharing(rivals), say=say)
-    return min(rivals, key=lambda name: macro_kl(scores, name))
+    return least(scores, rivals)
 
 
-def compared(
-    model: Any,
-    items: Sequence[EncodedItem],
-    *,
-    keep: float,
-    policies: Sequence[str],
-    candidates: Sequence[str],
-    plans: Sequence[str],
-    say: Say,
-) -> Compared:
-    """Single policies, the best of them, and the plans, from calibration items alone.
-
-    Args:
-        model: prepared.
-        items: of the calibration split.
-        keep: tokens to keep, as a share of the context.
-        policies: compared, and what paper B's plan chooses from.
-        candidates: what our plans choose from, with the best single policy; for these alone the
-            costly passes with a single layer evicted are made.
-        plans: names in `PLANS`.
-        say: told about progress.
-    """
-    n_layers = model.config.get_text_config().num_hidden_layers
-    each = {name: single(name, keep, n_layers) for name in policies}
-    best = best_single(model, items, each, say)
-    few = [POLICIES[name] for name in dict.fromkeys([*candidates, best])]
-    everyone = [POLICIES[name] for name in policies if name != PYRAMID]
-    routed = measure(model, items, target=keep, policies=everyone, single_layer=False, say=say)
-    gains = measure(model, items, target=keep, policies=few, say=say)
-    made = {n: p for plan in plans for n, p in PLANS[plan](routed, gains, best).items()}
-    return Compared(keep=keep, best=best, single=each, made=made)
+def least(scores: Sequence[PlanScore], plans: Mapping[str, PlanFor] | Sequence[str]) -> str:
+    """The plan of least macro KL; ties go to the earlier one."""
+    return min(plans, key=lambda name: macro_kl(scores, name))
 
 
-def paper_b(routed: Measurements, gains: Measurements, best: str) -> dict[str, PlanFor]:
+def paper_b(routed: Measurements, sensitivity: Measurements, keep: float) -> dict[str, PlanFor]:
     """arXiv:2606.15157: each layer's policy by cosine, budgets equal or by perplexity.
 
-    Departure: how much a layer's eviction may cost is the most over the candidates and the best
-    single policy, not over all policies.
+    Departure: how much a layer's eviction may cost is the most over the candidates, not over all
+    policies, and is measured at the first budget of a point.
     """
+    routed = replace(routed, target=keep)
 
     def cosine(n_tokens: int) -> Plan:
         recipe = Recipe(pattern_signal="cosine", budget_signal="uniform")
         return solve(routed, recipe, n_tokens=n_tokens).plan
 
     def with_budgets(n_tokens: int) -> Plan:
-        recipe = Recipe(policy=POLICIES[best], budget_signal="ppl")
-        budgets = solve(gains, recipe, n_tokens=n_tokens).plan.layers
+        recipe, budget = Recipe(budget_signal="ppl"), round(keep * n_tokens)
+        shares = solve(sensitivity, recipe, n_tokens=n_tokens, budget=budget).plan.layers
         return Plan(
             layers=tuple(
                 replace(own, budget=other.budget)
-                for own, other in zip(cosine(n_tokens).layers, budgets, strict=True)
+                for own, other in zip(cosine(n_tokens).layers, shares, strict=True)
             )
         )
 
-    return {"paper-b": cosine, "paper-b, ppl budgets": with_budgets}
+    return {PAPER_B: cosine, f"{PAPER_B}, ppl budgets": with_budgets}
 
 
-def ours(
-    level: Literal["layer", "head"], routed: Measurements, gains: Measurements, best: str
-) -> dict[str, PlanFor]:
+def gain_curve(name: str, gains: Measurements, keep: float) -> PlanFor:
     """Budgets by gain x error curve; each layer's policy is the candidate of least error there."""
-    name = {"layer": "gain-curve", "head": "gain-curve-heads"}[level]
-    return {name: lambda n: solve(gains, Recipe(level=level), n_tokens=n).plan}
+    recipe = Recipe(level=LEVELS[name])
+    return lambda n: solve(gains, recipe, n_tokens=n, budget=round(keep * n)).plan
 
 
-PLANS: Final[dict[str, Callable[[Measurements, Measurements, str], dict[str, PlanFor]]]] = {
-    "paper-b": paper_b,
-    "gain-curve": partial(ours, "layer"),
-    "gain-curve-heads": partial(ours, "head"),
-}
+def budgets_of(plan: PlanFor, policy: str) -> PlanFor:
+    """One policy in every layer, under a plan's budgets."""
+    return lambda n: Plan.of(POLICIES[policy], [layer.budget for layer in plan(n).layers])
+
+
+def shuffled_budgets(plan: PlanFor, seed: int) -> PlanFor:
+    """The plan with its budgets in other layers."""
+    return lambda n: shuffled(plan(n), "budgets", seed)

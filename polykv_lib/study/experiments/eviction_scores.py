@@ -1,15 +1,11 @@
 """Answers under plans and codecs: one prefill an item, then a pool for each method and codec."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Float
-from numpy import ndarray
-from scipy.stats import bootstrap
 
 from polykv_lib import hf, presets
 from polykv_lib.evict import EvictionPolicy, Plan, Protected
@@ -17,9 +13,10 @@ from polykv_lib.hf.suffix import answer_logits
 from polykv_lib.kv import LayerKV, Scores
 from polykv_lib.metrics import answers
 from polykv_lib.metrics.agreement import kl_nats
-from polykv_lib.metrics.intervals import CONFIDENCE, Interval
 from polykv_lib.metrics.perplexity import token_nll
-from polykv_lib.study.experiments.eviction_items import SCORED_TOKENS, Asked, PlanFor
+from polykv_lib.pool import SharedKVPool
+from polykv_lib.quantize import FullPrecision
+from polykv_lib.study.experiments.eviction_items import Asked, PlanFor
 
 FULL = "FullKV"
 
@@ -62,10 +59,11 @@ def sharing(plans: Mapping[str, PlanFor]) -> dict[str, PlanFor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One item's answer under one method and codec."""
+    """One item's answer under one method and codec, with a share of its tokens kept."""
 
     item: str
     family: str
+    keep: float
     method: str
     codec: str
     kl: float  # nats an answer token to the full cache
@@ -78,70 +76,99 @@ class Result:
     full_bytes: int  # of the whole context in bf16
 
 
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to evict at one budget; a finalist takes every codec, and answers freely."""
+
+    keep: float
+    name: str
+    plan: PlanFor
+    is_finalist: bool = False
+
+
 @torch.no_grad()
 def results(
     model: Any,
     tokenizer: Any,
     asked: Asked,
-    plans: Mapping[str, PlanFor],
+    methods: Sequence[Method],
     codecs: Sequence[str],
     *,
-    in_full: Set[str],
     max_new_tokens: int,
 ) -> Iterator[Result]:
-    """The item under the full cache and every plan, with the first codec or with all.
+    """The item under the full cache and every method; one prefill serves all methods and budgets.
 
     Args:
         model: prepared.
         tokenizer: of the model.
         asked: the item.
-        plans: by method.
-        codecs: names of `presets`.
-        in_full: methods that take every codec, and answer freely through the first.
-        max_new_tokens: of a free answer; 0: none is generated.
+        methods: at any number of budgets; policies may be shared (`sharing`).
+        codecs: names of `presets`; all for finalists and the full cache, else the first.
+        max_new_tokens: of a finalist's free answer, through the first codec; 0: none is generated.
 
     Raises:
-        RuntimeError: a plan evicted nothing, or plans keep different totals.
+        RuntimeError: a plan evicted nothing, or plans of a budget keep different totals.
     """
     item = asked.encoded
     ids = torch.tensor([item.context_ids])
-    made = [plan(len(item.context_ids)) for plan in plans.values()]
+    made = [method.plan(len(item.context_ids)) for method in methods]
     layers, of_plans = hf.evict_document(model, ids, made)
-    halves = [LayerKV(keys=a.keys.bfloat16(), values=a.values.bfloat16()) for a in layers]
+    whole = sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in layers)
+    for keep in dict.fromkeys(m.keep for m in methods):
+        own = {m.name: kept for m, kept in zip(methods, of_plans, strict=True) if m.keep == keep}
+        check_evicted(item.id, whole, {name: _n_kept(kept) for name, kept in own.items()})
     targets = torch.tensor(item.answer_ids, device=model.device)
     full = answer_logits(model, hf.full_cache(layers), item)
     nll_full = token_nll(full, targets).mean().item()
-    whole = sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in layers)
-    check_evicted(
-        item.id, whole, {n: _n_kept(kept) for n, kept in zip(plans, of_plans, strict=True)}
-    )
-    for method, kept in {FULL: None, **dict(zip(plans, of_plans, strict=True))}.items():
-        for name in codecs if method in in_full else codecs[:1]:
-            codec = presets.codec(name)
-            build = partial(
-                hf.share, model, keys=codec.keys, values=codec.values, n_sink=codec.n_sink
-            )
-            pool = build(layers, ids, kept=kept)
-            counted = None if kept is None else list(kept)  # bytes do not depend on merging
-            weighed = build(halves, ids, kept=counted)
-            logits = answer_logits(model, pool.agent_cache(1), item)
-            answer = None
-            if name == codecs[0] and method in in_full and max_new_tokens:
-                answer = generate(model, tokenizer, asked, pool.agent_cache(1), max_new_tokens)
-            yield Result(
-                item=item.id,
-                family=item.family,
-                method=method,
-                codec=name,
-                kl=kl_nats(full, logits).mean().item(),
-                nll_delta=token_nll(logits, targets).mean().item() - nll_full,
-                exact=bool((logits.argmax(-1) == targets).all()),
-                score=None if answer is None else score(asked, answer),
-                answer=answer,
-                n_kept=sum(map(sum, pool.kept_per_head)),
-                pool_bytes=weighed.nbytes,
-                full_bytes=pool.full_nbytes(),
-            )
+
+    def answered(kept: Any, name: str, *, freely: bool, **named: Any) -> Result:
+        codec = presets.codec(name)
+        pool = hf.share(
+            model,
+            layers,
+            ids,
+            keys=codec.keys,
+            values=codec.values,
+            n_sink=codec.n_sink,
+            kept=kept,
+        )
+        logits = answer_logits(model, pool.agent_cache(1), item)
+        answer = None
+        if freely and name == codecs[0] and max_new_tokens:
+            answer = generate(model, tokenizer, asked, pool.agent_cache(1), max_new_tokens)
+        return Result(
+            item=item.id,
+            family=item.family,
+            codec=name,
+            kl=kl_nats(full, logits).mean().item(),
+            nll_delta=token_nll(logits, targets).mean().item() - nll_full,
+            exact=bool((logits.argmax(-1) == targets).all()),
+            score=None if answer is None else score(asked, answer),
+            answer=answer,
+            n_kept=sum(map(sum, pool.kept_per_head)),
+            pool_bytes=bytes_in_bf16(pool),
+            full_bytes=pool.full_nbytes(),
+            **named,
+        )
+
+    in_full = [answered(None, name, freely=True, keep=1.0, method=FULL) for name in codecs]
+    for keep in dict.fromkeys(m.keep for m in methods):
+        yield from (replace(result, keep=keep) for result in in_full)
+    for m, kept in zip(methods, of_plans, strict=True):
+        for name in codecs if m.is_finalist else codecs[:1]:
+            yield answered(kept, name, freely=m.is_finalist, keep=m.keep, method=m.name)
+
+
+def bytes_in_bf16(pool: SharedKVPool) -> int:
+    """Bytes of the pool if what is not quantised were held in bf16, whatever the model runs in."""
+    plain = [
+        side.data
+        for pieces in pool.layers
+        for piece in pieces
+        for side in (piece.keys, piece.values)
+        if isinstance(side.codec, FullPrecision)
+    ]
+    return pool.nbytes - sum(data.nbytes - 2 * math.prod(data.shape) for data in plain)
 
 
 def _n_kept(kept: Sequence[Sequence[Any]]) -> int:
@@ -188,40 +215,7 @@ def protocol(question: str, n_boot: int) -> dict[str, Any]:
     return {
         "question_visible_when_compressing": question == "visible",
         "first_scored_token": "is read from the compressed cache, and so is every later one",
-        "scored": f"the reference, up to {SCORED_TOKENS} tokens; teacher-forced",
+        "scored": "the reference, up to 16 tokens, 64 where text goes on; teacher-forced",
         "protected": "4 first and 16 last tokens, inside the budget of every policy",
         "interval": f"paired percentile bootstrap over items inside families, {n_boot} resamples",
     }
-
-
-def stratified(
-    families: Sequence[Float[ndarray, "_ column"]],
-    of_means: Callable[[Float[ndarray, "... column"]], Any],
-    *,
-    seed: int,
-    n_resamples: int,
-) -> Interval:
-    """A function of the columns' means over families, with items resampled inside each family.
-
-    All columns of an item are resampled together, so that differences and ratios are paired. No
-    interval is given where a family has a single item.
-    """
-    n = sum(map(len, families))
-
-    def statistic(*drawn: Any, axis: int = -1) -> Any:
-        means = [own[i.astype(int)].mean(-2) for own, i in zip(families, drawn, strict=True)]
-        return of_means(np.mean(means, axis=0))
-
-    value = float(statistic(*(np.arange(len(own)) for own in families)))
-    if min(map(len, families)) < 2:
-        return Interval(value=value, lo=None, hi=None, n=n)
-    spread = bootstrap(
-        [np.arange(len(own)) for own in families],
-        statistic,
-        n_resamples=n_resamples,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        vectorized=True,
-        random_state=np.random.default_rng(seed),
-    ).confidence_interval
-    return Interval(value=value, lo=float(spread.low), hi=float(spread.high), n=n)

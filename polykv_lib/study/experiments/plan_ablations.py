@@ -16,6 +16,7 @@ from polykv_lib import hf
 from polykv_lib.calibration import Measurements, PlanScore, Recipe, macro_kl, shuffled, solve
 from polykv_lib.calibration.solve import BudgetSignal, PatternSignal
 from polykv_lib.hf.calibration import measure
+from polykv_lib.metrics.intervals import stratified
 from polykv_lib.study.experiments.common import Say, Timer, facts, row, settings
 from polykv_lib.study.experiments.eviction_items import (
     POLICIES,
@@ -29,7 +30,6 @@ from polykv_lib.study.experiments.eviction_scores import (
     check_evicted,
     protocol,
     sharing,
-    stratified,
 )
 from polykv_lib.study.record import Outcome, Row
 

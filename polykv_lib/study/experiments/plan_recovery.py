@@ -6,37 +6,28 @@ the first token that is scored, so no answer is read from a full cache.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Final
-
-import numpy as np
+from typing import Any
 
 from polykv_lib import hf
-from polykv_lib.metrics.intervals import Interval
-from polykv_lib.study.experiments import eviction_plans
-from polykv_lib.study.experiments.common import Say, Timer, facts, row, settings
-from polykv_lib.study.experiments.eviction_items import POLICIES, Asked, Wanted
-from polykv_lib.study.experiments.eviction_plans import Compared
-from polykv_lib.study.experiments.eviction_scores import (
-    FULL,
-    Result,
-    protocol,
-    results,
-    sharing,
-    stratified,
-)
-from polykv_lib.study.record import Outcome, Row
-
-MACRO: Final = "macro"  # the mean over families
+from polykv_lib.calibration import macro_kl
+from polykv_lib.study.experiments import eviction_choice
+from polykv_lib.study.experiments.common import Say, Timer, facts, settings
+from polykv_lib.study.experiments.eviction_choice import Considered
+from polykv_lib.study.experiments.eviction_items import Asked, Wanted
+from polykv_lib.study.experiments.eviction_plans import OURS, Compared
+from polykv_lib.study.experiments.eviction_scores import Method, Result, protocol, results, sharing
+from polykv_lib.study.experiments.recovery_rows import Point, rows
+from polykv_lib.study.record import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Wanted):
     """One point. `policies` are compared, and are what paper B's plan chooses from.
 
-    Passes with a single layer evicted, which cost most, are made for the `candidates` and the best
-    single policy alone.
+    Passes with a single layer evicted, which cost most, are made for the `candidates` alone, at the
+    first `keep`.
     """
 
     model: str
@@ -58,146 +49,82 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     timer, point = Timer(), settings(Settings, params)
     model, tokenizer = hf.load_model(point.model)
     calibration, test = point.both(tokenizer)
-    found: list[Row] = []
-    samples: list[dict[str, Any]] = []
-    best: dict[str, Any] = {}
-    for keep in point.keep:
-        compared = eviction_plans.compared(
-            model,
-            [a.encoded for a in calibration],
-            keep=keep,
-            policies=point.policies,
-            candidates=point.candidates,
-            plans=point.plans,
-            say=say,
-        )
-        best[str(keep)] = compared.best
-        scored = list(_score(model, tokenizer, test, compared, point, say))
-        found += rows(scored, compared, point)
-        found += plan_rows(compared, round(fmean(len(a.encoded.context_ids) for a in test)), point)
-        samples += [_sample(r, keep) for r in scored]
+    considered = Considered(
+        keeps=point.keep,
+        policies=point.policies,
+        candidates=point.candidates,
+        plans=point.plans,
+        seed=point.seed,
+    )
+    chosen = eviction_choice.compared(model, [a.encoded for a in calibration], considered, say)
+    calibrated = timer.seconds
+    scored = list(_score(model, tokenizer, test, chosen, point, say))
+    shown = Point(
+        dims={"model": point.model, "suite": point.suite, "question": point.question},
+        codec=point.codecs[0],
+        n_tokens=round(fmean(len(a.encoded.context_ids) for a in test)),
+        sampling={"seed": point.seed, "n_resamples": point.n_boot},
+    )
     return Outcome(
-        rows=found,
-        samples=samples,
+        rows=[row for own in chosen for row in rows(scored, own, shown)],
+        samples=[_sample(r) for r in scored if r.method != OURS],
         protocol={
             **facts(model, tokenizer),
             **protocol(point.question, point.n_boot),
             "decoding": f"greedy, up to {point.max_new_tokens} tokens, nothing evicted meanwhile",
-            "best_single": best,
+            "best_single": {str(own.keep): own.best for own in chosen},
+            "ours": {str(own.keep): own.chosen for own in chosen},
+            "ours_is_chosen_by": "macro KL on calibration items, each under plans made from the "
+            "other half; the best single policy stays unless a plan's is lower",
+            "held_out_macro_kl": {str(own.keep): _held_out(own) for own in chosen},
             "calibration_items": [a.item.id for a in calibration],
+            "calibration_seconds": calibrated,
             "seconds": timer.seconds,
         },
     )
+
+
+def _held_out(own: Compared) -> dict[str, Any]:
+    names = dict.fromkeys(score.plan for score in own.held_out)
+    return {name: round(macro_kl(own.held_out, name), 6) for name in names}
 
 
 def _score(
     model: Any,
     tokenizer: Any,
     test: Sequence[Asked],
-    compared: Compared,
+    chosen: Sequence[Compared],
     point: Settings,
     say: Say,
 ) -> Iterator[Result]:
-    everything = sharing({**compared.single, **compared.made})
-    in_full = {FULL, compared.best, *compared.made}
+    """Every method of every budget; what is chosen as ours appears under that name too."""
+    methods = _sharing([m for own in chosen for m in own.methods])
+    ours = {own.keep: own.ours for own in chosen}
     for i, asked in enumerate(test, 1):
-        yield from results(
+        for result in results(
             model,
             tokenizer,
             asked,
-            everything,
+            methods,
             point.codecs,
-            in_full=in_full,
             max_new_tokens=point.max_new_tokens,
-        )
-        say(f"{i} of {len(test)} test items scored at {compared.keep:.0%} of the context")
+        ):
+            yield result
+            if result.method == ours[result.keep]:
+                yield replace(result, method=OURS)
+        say(f"{i} of {len(test)} test items scored")
 
 
-def rows(scored: Sequence[Result], compared: Compared, point: Settings) -> Iterator[Row]:
-    """Means of each method and codec, by family and over all, and bytes beside quality."""
-    table: dict[tuple[str, str, str], list[Result]] = {}
-    for result in scored:
-        table.setdefault((result.method, result.codec, result.family), []).append(result)
-    families = list(dict.fromkeys(r.family for r in scored))
-    for method, codec in dict.fromkeys((r.method, r.codec) for r in scored):
-        dims = _dims(compared, point) | {
-            "method": method,
-            "role": compared.role(method),
-            "codec": codec,
-        }
-        for name, chosen in [(f, [f]) for f in families] + [(MACRO, families)]:
-            own = [table[method, codec, family] for family in chosen]
-            base = [table[compared.best, point.codecs[0], family] for family in chosen]
-            for metric, (unit, value) in _means(own, base, point).items():
-                yield row("recovery", metric, value, unit, dims | {"family": name})
-                if name == MACRO and metric in ("kl_nats", "nll_delta_nats"):
-                    yield row("quality_bytes", metric, value, unit, dims)
-        everything = [r for family in families for r in table[method, codec, family]]
-        n_bytes = fmean(r.pool_bytes for r in everything)
-        ratio = sum(r.full_bytes for r in everything) / sum(r.pool_bytes for r in everything)
-        n = len(everything)
-        yield row("quality_bytes", "pool_bytes", n_bytes, "B", dims, n=n)
-        yield row("quality_bytes", "memory_ratio", ratio, "x", dims, n=n)
+def _sharing(methods: Sequence[Method]) -> list[Method]:
+    shared = sharing({str(i): method.plan for i, method in enumerate(methods)})
+    return [replace(m, plan=plan) for m, plan in zip(methods, shared.values(), strict=True)]
 
 
-def _means(
-    own: Sequence[Sequence[Result]], base: Sequence[Sequence[Result]], point: Settings
-) -> dict[str, tuple[str, Interval]]:
-    """Each metric over some families; the gap is that of the best single policy's KL."""
-    values = {
-        "kl_nats": ("nats", [[[r.kl] for r in family] for family in own]),
-        "nll_delta_nats": ("nats", [[[r.nll_delta] for r in family] for family in own]),
-        "exact": ("share", [[[float(r.exact)] for r in family] for family in own]),
-    }
-    answered = [[[r.score] for r in family if r.score is not None] for family in own]
-    if all(answered):
-        values["score"] = ("share", answered)
-    sampling: dict[str, Any] = {"seed": point.seed, "n_resamples": point.n_boot}
-    means = {
-        name: (unit, stratified(_arrays(columns), lambda m: m[..., 0], **sampling))
-        for name, (unit, columns) in values.items()
-    }
-    paired = _arrays(
-        [[[a.kl, b.kl] for a, b in zip(*both, strict=True)] for both in zip(own, base, strict=True)]
-    )
-    gap = stratified(paired, lambda m: 100 * (1 - m[..., 0] / m[..., 1]), **sampling)
-    return means | {"gap_recovered_pct": ("%", gap)}
-
-
-def _arrays(families: Sequence[Any]) -> list[np.ndarray]:
-    return [np.asarray(family, dtype=np.float64) for family in families]
-
-
-def plan_rows(compared: Compared, n_tokens: int, point: Settings) -> Iterator[Row]:
-    """Each layer's policy and tokens a head, in the plans for a document of the mean length."""
-    names = {policy: name for name, policy in POLICIES.items()}
-    for method, plan_for in compared.made.items():
-        for i, layer in enumerate(plan_for(n_tokens).layers):
-            dims = _dims(compared, point) | {
-                "method": method,
-                "layer": i,
-                "policy": names[layer.policy],
-                "context_tokens": n_tokens,
-            }
-            yield row(
-                "plan", "budget", float(np.mean(layer.budget)), "tokens", dims, kind="computed"
-            )
-
-
-def _dims(compared: Compared, point: Settings) -> dict[str, Any]:
-    return {
-        "model": point.model,
-        "suite": point.suite,
-        "question": point.question,
-        "keep": compared.keep,
-    }
-
-
-def _sample(result: Result, keep: float) -> dict[str, Any]:
+def _sample(result: Result) -> dict[str, Any]:
     return {
         "item": result.item,
         "family": result.family,
-        "keep": keep,
+        "keep": result.keep,
         "method": result.method,
         "codec": result.codec,
         "kl": round(result.kl, 6),
