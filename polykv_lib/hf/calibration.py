@@ -122,6 +122,7 @@ def run(
         items,
         target=target,
         policies=policies,
+        fractions=(*FRACTIONS, min(*FRACTIONS, target / 2)),  # a plan gives some units less
         activation=activation,
         single_layer=bool(asked & {"gain_curve", "ppl"}),
         say=say,
@@ -183,7 +184,7 @@ def measure(
         raise ValueError(f"{len(items)} items and {len(policies)} policies; pass at least one.")
     settings = Settings(
         policies=tuple(policies),
-        fractions=tuple(sorted({*fractions, target, min([target / 2, *fractions])})),
+        fractions=tuple(sorted({*fractions, target})),
         target=target,
         activation=activation,
         single_layer=single_layer,
