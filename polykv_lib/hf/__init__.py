@@ -16,6 +16,7 @@ from polykv_lib.hf.evicting import EvictingCache
 from polykv_lib.hf.footprint import Footprint, footprint
 from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
+from polykv_lib.hf.observe import observed_cache
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
 from polykv_lib.hf.validation import evaluate_plans
 
@@ -39,6 +40,7 @@ __all__ = [
     "load_pool",
     "logits",
     "model_fingerprint",
+    "observed_cache",
     "prefill",
     "prepare",
     "question_ids",

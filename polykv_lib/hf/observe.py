@@ -1,6 +1,7 @@
 """A prefill that policies can watch: each layer's queries, keys and values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -49,12 +50,20 @@ def observe(
     Queries are held for one layer at a time.
     """
     seen: dict[int, T] = {}
-
-    def watch(index: int) -> Callable[[LayerKV], None]:
-        return lambda layer: seen.update({index: see(index, layer)})
-
     n_layers = model.config.get_text_config().num_hidden_layers
-    cache = Cache(layers=[ObservedLayer(watch(i)) for i in range(n_layers)])
+    cache = _watched(n_layers, lambda i, layer: seen.update({i: see(i, layer)}))
     compat.forward(model.base_model, ids.to(model.device), cache)
     layers = [LayerKV(keys=layer.keys, values=layer.values) for layer in cache.layers]
     return layers, [seen[i] for i in range(n_layers)]
+
+
+def observed_cache(layers: Sequence[LayerKV], see: Callable[[int, LayerKV], Any]) -> Cache:
+    """An ordinary cache of these layers that shows `see` each layer's attention to what is fed."""
+    cache = _watched(len(layers), see)
+    for own, layer in zip(cache.layers, layers, strict=True):
+        own.update(layer.keys, layer.values)
+    return cache
+
+
+def _watched(n_layers: int, see: Callable[[int, LayerKV], Any]) -> Cache:
+    return Cache(layers=[ObservedLayer(partial(see, i)) for i in range(n_layers)])

@@ -6,7 +6,7 @@ evicted. Perplexity and KL take a pass of question and answer for each layer and
 that layer and those after it, over the same cache with its keys and values swapped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from polykv_lib.calibration import EncodedItem, Measured, compare, tail_output
 from polykv_lib.calibration.recompute import Difference, Parts
@@ -24,7 +24,7 @@ from polykv_lib.evict.attention import column_sums
 from polykv_lib.evict.merging import at, merged
 from polykv_lib.hf.build import share
 from polykv_lib.hf.checks import check_length
-from polykv_lib.hf.observe import ObservedLayer, observe
+from polykv_lib.hf.observe import observe, observed_cache
 from polykv_lib.hf.suffix import answer_logits, logits_from, tail_states
 from polykv_lib.kv import LayerKV, Scores
 from polykv_lib.metrics.agreement import kl_nats
@@ -141,19 +141,13 @@ def _recompute(
     """The full cache's logits, and each layer's differences by policy, then point."""
     differences: list[list[Difference]] = [[] for _ in layers]
 
-    def watch(index: int) -> Callable[[LayerKV], None]:
-        def see(layer: LayerKV) -> None:
-            full = _output(model, index, tail_output(layer), activation)
-            for own in held[index]:
-                evicted = tail_output(_evicted(layer, own, len(item.context_ids)))
-                differences[index].append(compare(full, _output(model, index, evicted, activation)))
+    def see(index: int, layer: LayerKV) -> None:
+        full = _output(model, index, tail_output(layer), activation)
+        for own in held[index]:
+            evicted = tail_output(_evicted(layer, own, len(item.context_ids)))
+            differences[index].append(compare(full, _output(model, index, evicted, activation)))
 
-        return see
-
-    cache = Cache(layers=[ObservedLayer(watch(i)) for i in range(len(layers))])
-    for own, layer in zip(cache.layers, layers, strict=True):
-        own.update(layer.keys, layer.values)
-    return answer_logits(model, cache, item), differences
+    return answer_logits(model, observed_cache(layers, see), item), differences
 
 
 def _evicted(layer: LayerKV, held: Held, n_context: int) -> LayerKV:

@@ -48,6 +48,14 @@ LOOKS = {
     "compact": Look(label="compact", colour="#0B8A8A", marker="*", line="-"),
     "kivi4": Look(label="KIVI, 4 bits", colour="#999933", marker="h", line=":"),
     "kivi2": Look(label="KIVI, 2 bits", colour="#882255", marker="d", line=":"),
+    "paper-plain": Look(label="paper's, without signs", colour="#EE6677", marker="o", line=":"),
+    "v-matched": Look(label="values, norms matched", colour="#AA3377", marker="<", line="-."),
+    "v-gaussian": Look(label="values, Gaussian noise", colour="#33AACC", marker="P"),
+    "v-shrunk": Look(label="values, shrinkage alone", colour="#228833", marker="^"),
+    **{
+        f"temperature-{t}": Look(label=f"temperature {t}", colour="#888888", marker="p")
+        for t in (0.9, 0.95, 1.05, 1.1)
+    },
     "without": Look(label="one bf16 copy an agent", colour="#444444", marker="s", line=":"),
     "shared": Look(label="one shared bf16 copy", colour="#888888", marker="p", line="-."),
     "shared-pool": Look(label="one shared pool", colour="#4477AA", marker="D"),

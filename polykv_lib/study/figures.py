@@ -27,10 +27,11 @@ from polykv_lib.study.drawing import (
     write_beside,
 )
 from polykv_lib.study.figures_eviction import plan_map, recovery_by_family
+from polykv_lib.study.figures_inversion import ppl_controls
 from polykv_lib.study.platform import Places
-from polykv_lib.study.published import cached_tokens, published_runs
+from polykv_lib.study.published_points import published_inversions, published_memory
 from polykv_lib.study.record import Record
-from polykv_lib.study.rows import family, pick, tidy
+from polykv_lib.study.rows import pick, tidy
 from polykv_lib.study.store import collect, write_atomically
 
 GEOMETRY, AGENTS, TOKENS = "llama-3-8b", 15, 5035  # the published run that ours stand beside
@@ -133,6 +134,7 @@ FIGURES = {
     "memory_vs_agents": Drawing(draw=memory_vs_agents, table="pool_memory"),
     "memory_vs_context": Drawing(draw=memory_vs_context, table="pool_memory"),
     "ppl_vs_context": Drawing(draw=ppl_vs_context, table="ppl", width=TEXT),
+    "ppl_controls": Drawing(draw=ppl_controls, table="controls", width=TEXT),
     "kl_vs_bits": Drawing(draw=kl_vs_bits, table="kl_vs_bits", width=TEXT),
     "fidelity_vs_agents": Drawing(draw=fidelity_vs_agents, table="fidelity"),
     "decode_step": Drawing(draw=decode_step, table="decode_step"),
@@ -162,7 +164,8 @@ def write_all(
         The files drawn.
     """
     records = collect(results_root)
-    published = published_memory(papers_root or Places.at().papers)
+    papers = papers_root or Places.at().papers
+    published = pd.concat([published_memory(papers), published_inversions(papers)])
     files, manifest = [], {}
     with house_style():
         for profile, numbers in tidy(records).groupby("profile"):
@@ -177,25 +180,6 @@ def write_all(
                     manifest[f"{name}-{profile}"] = _fingerprints(records, set(used["key"]))
     write_atomically(out / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     return files
-
-
-def published_memory(papers_root: Path) -> pd.DataFrame:
-    """The published memory column by column, as rows of kind "paper"."""
-    lines = [
-        {
-            "table": "pool_memory",
-            "kind": "paper",
-            "metric": metric,
-            "value": run[column] * 1e9,
-            "geometry": family(run["model"]),
-            "context_tokens": cached_tokens(run["label_tokens"]),
-            "n_agents": run["n_agents"],
-            "codec": "paper",
-        }
-        for run in published_runs(papers_root, "pool_memory")
-        for column, metric in (("without_gb", "without_bytes"), ("with_gb", "pool_bytes"))
-    ]
-    return pd.DataFrame(lines)
 
 
 def _fingerprints(records: Sequence[Record], keys: set[str]) -> dict[str, str]:

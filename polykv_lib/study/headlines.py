@@ -10,6 +10,11 @@ from polykv_lib.study.rows import pick
 COLUMNS = ("what", "setting", "ours", "95 % interval", "n", "paper", "command")
 SIZES = {"prefix_tokens": "tokens in the pool", "context_tokens": "tokens", "n_agents": "agents"}
 CODECS = {"paper": "the paper's codec", "polykv": "the polykv codec"}
+INVERSION = {
+    "v-gaussian": "Gaussian noise on values, matched energy",
+    "v-shrunk": "values shrunk, no noise",
+    "temperature-1.05": "attention at temperature 1.05",
+}
 METHODS = {
     "shared-pool": "one shared pool",
     "expanded-batch": "an ordinary cache, one copy an agent",
@@ -66,6 +71,22 @@ HEADLINES = (
             ("ppl_delta_pct", "perplexity change, %"),
             ("kl_nats", "KL from the full cache, nats"),
         )
+    ),
+    Headline(
+        what="perplexity change, %, the paper's codec, mean over signs",
+        table="controls",
+        metric="ppl_delta_pct",
+        where={"control": "paper"},
+        paper="-0.26 on one text",
+    ),
+    *(
+        Headline(
+            what=f"perplexity change, %, {name}",
+            table="controls",
+            metric="ppl_delta_pct",
+            where={"control": control},
+        )
+        for control, name in INVERSION.items()
     ),
     Headline(
         what="bytes an added agent takes / bytes of its own suffix",

@@ -62,6 +62,30 @@ OWN = {
         by=("model", "codec"),
         metrics=("bits_per_element", "kl_nats", "ppl_delta_pct"),
     ),
+    "controls": Own(
+        title="What changes perplexity: the published codec taken apart (paired over articles)",
+        table="controls",
+        by=("model", "prefix_tokens", "control"),
+        metrics=(
+            *("ppl_delta_pct", "kl_nats", "negative_articles", "sign_test_p", "negative_runs"),
+            *("seeds_alike", "seed_sd_pct", "article_sd_pct"),
+        ),
+    ),
+    "distance": Own(
+        title="Perplexity change by how many tokens after the document a token stands",
+        table="distance",
+        by=("model", "prefix_tokens", "control", "distance"),
+        metrics=("ppl_delta_pct",),
+    ),
+    "attention": Own(
+        title="Attention of the scored tokens: entropy and mass, and their change",
+        table="attention",
+        by=("model", "prefix_tokens", "control"),
+        metrics=(
+            *("entropy", "entropy_change", "sink_mass", "sink_mass_change"),
+            *("document_mass", "document_mass_change"),
+        ),
+    ),
     "fidelity": Own(
         title="Agents' answers against the full cache's answers, with controls",
         table="fidelity",

@@ -80,7 +80,15 @@ def _candidate(name: str) -> str:
     return name
 
 
+def _control(name: str) -> str:
+    from polykv_lib.study.experiments.controls import control
+
+    control(name)
+    return name
+
+
 Codecs = Several[Annotated[Text, AfterValidator(_codec)]]
+Controls = Several[Annotated[Text, AfterValidator(_control)]]
 Geometries = Several[Annotated[Text, AfterValidator(_geometry)]]
 Policies = Several[Annotated[Text, AfterValidator(_policy)]]
 Candidates = Several[Annotated[Text, AfterValidator(_candidate)]]

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from polykv_lib.study.param_types import (
     Candidates,
     Codecs,
+    Controls,
     Count,
     CountOrZero,
     ExperimentParameters,
@@ -69,6 +70,20 @@ class PplInversion(ExperimentParameters):
     CODECS: Codecs
     FRONTIER_CODECS: Codecs
     FRONTIER_TOKENS: CountOrZero
+    N_BOOT: Count
+
+
+class InversionControls(ExperimentParameters):
+    """Whether perplexity falls under the pool by more than noise, and what makes it move."""
+
+    experiment = "inversion_controls"
+
+    PREFIX_TOKENS: Several[Count]
+    CONTROL_TOKENS: Count
+    CONTROLS: Controls
+    N_PASSAGES: Count
+    SCORED_TOKENS: Count
+    N_SEEDS: Count
     N_BOOT: Count
 
 
@@ -138,6 +153,7 @@ NOTEBOOKS: dict[str, type[Parameters]] = {
     "05_ablations": PlanAblations,
     "06_paper_vs_ours": Parameters,
     "07_figures": Figures,
+    "08_inversion_controls": InversionControls,
 }
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 from polykv_lib.study.arithmetic import arithmetic_findings
 from polykv_lib.study.comparison import paper_vs_ours, same_protocol
 from polykv_lib.study.headlines import headlines
+from polykv_lib.study.inversion import decision
 from polykv_lib.study.own import OWN, inversions, own_table
 from polykv_lib.study.published import POOL
 from polykv_lib.study.record import Record
@@ -44,6 +45,10 @@ def all_tables(records: Sequence[Record], papers_root: Path) -> dict[str, Table]
         ),
         "inversions": Table(
             title="Documents whose perplexity falls under the pool", frame=inversions(numbers)
+        ),
+        "inversion_decision": Table(
+            title="Does compression regularise? The rule's statistics and its answer",
+            frame=decision(numbers),
         ),
         "paper_vs_ours_eviction": Table(
             title="Published eviction and LongBench numbers: none is run here",

@@ -20,6 +20,7 @@ BITS = {
     "k-only": 12.0,
 }
 GEOMETRIES = {"smollm2-135m": 11_520, "llama-3-8b": 65_536, "qwen2.5-7b": 28_672}
+CONTROLS = {"paper": 0.1, "v-gaussian": 0.0, "v-shrunk": 0.3, "temperature-1.05": -0.4}
 AGENTS = (1, 3, 5, 10, 15)
 
 
@@ -111,6 +112,24 @@ def _perplexity() -> Iterator[Row]:
                    protocol="paper-70-30", prefix_tokens=1285)  # fmt: skip
 
 
+def _controls() -> Iterator[Row]:
+    at: dict[str, Any] = {"model": MODEL, "n": 60}
+    for tokens, names in ((420, ["paper"]), (1295, [*CONTROLS])):
+        for name in names:
+            delta = CONTROLS[name]
+            own = at | {"control": name, "prefix_tokens": tokens}
+            yield _row(
+                "controls", "ppl_delta_pct", delta, "%", lo=delta - 0.2, hi=delta + 0.2, **own
+            )
+            for metric, value in (("negative_articles", 0.45), ("sign_test_p", 0.5),
+                                  ("negative_runs", 0.48), ("seeds_alike", 0.3), ("kl_nats", 0.005),
+                                  ("seeds_alike_by_chance", 0.0625), ("seed_sd_pct", 0.6),
+                                  ("article_sd_pct", 0.9)):  # fmt: skip
+                yield _row("controls", metric, value, "share", **own)
+            yield _row("attention", "entropy", 2.8, "nats", lo=2.7, hi=2.9, **own)
+            yield _row("distance", "ppl_delta_pct", delta, "%", distance="1 to 16", **own)
+
+
 def _fidelity() -> Iterator[Row]:
     level = {"pool": 0.97, "unrelated-document": 0.45, "no-document": 0.4}
     for n in AGENTS:
@@ -176,6 +195,7 @@ def synthetic() -> list[Record]:
         "ppl_inversion": list(_perplexity()),
         "agent_fidelity": list(_fidelity()),
         "plan_recovery": list(_plans()),
+        "inversion_controls": list(_controls()),
     }
     return [
         Record(

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from polykv_lib import presets
 from polykv_lib.study import dataflow, figures, figures_eviction
 from polykv_lib.study.drawing import LOOKS, counted, house_style, look
+from polykv_lib.study.published_points import published_memory
 from polykv_lib.study.record import Record
 from polykv_lib.study.rows import tidy
 
@@ -99,7 +100,7 @@ def test_plan_map_shows_each_layers_policy_and_share(synthetic: list[Record]) ->
 def test_published_memory_is_hollow_and_ours_filled(
     synthetic_root: Path, papers: Path, synthetic: list[Record]
 ) -> None:
-    numbers = pd.concat([tidy(synthetic), figures.published_memory(papers)])
+    numbers = pd.concat([tidy(synthetic), published_memory(papers)])
     with house_style():
         ax = Figure(layout="constrained").subplots()
         figures.memory_vs_agents(numbers, ax)
@@ -160,7 +161,7 @@ def test_a_study_cut_short_is_drawn_too(synthetic: list[Record], papers: Path) -
     for draw in (figures.memory_vs_agents, figures.memory_vs_context, figures.ppl_vs_context):
         with house_style():
             ax = Figure(layout="constrained").subplots()
-            draw(pd.concat([small, figures.published_memory(papers)]), ax)
+            draw(pd.concat([small, published_memory(papers)]), ax)
             ax.get_figure(root=True).savefig("/dev/null", format="png")
 
 

@@ -48,15 +48,15 @@ def tokenised(tokenizer: Any, article: Article, corpus: str = CORPUS) -> Documen
     )
 
 
-def documents(tokenizer: Any, *, n_docs: int, min_tokens: int) -> list[Document]:
-    """The first `n_docs` articles of at least `min_tokens` tokens, in the order of the dump.
+def documents(tokenizer: Any, *, n_docs: int | None, min_tokens: int) -> list[Document]:
+    """The first `n_docs` articles (None: all) of at least `min_tokens` tokens, in dump order.
 
     Raises:
         ValueError: There are fewer such articles.
     """
     long = (tokenised(tokenizer, article) for article in articles(min_chars=min_tokens))
     found = list(islice((d for d in long if len(d.ids) >= min_tokens), n_docs))
-    if len(found) < n_docs:
+    if n_docs is not None and len(found) < n_docs:
         raise ValueError(
             f"{n_docs} articles of at least {min_tokens:,} tokens are needed, but there are "
             f"{len(found)}; use fewer documents or fewer tokens."

@@ -78,6 +78,30 @@ def excerpts(
     yield paper_excerpt(text, len(opening) + len(text.ids), opening)
 
 
+def passages(
+    tokenizer: Any, *, n_passages: int, n_tokens: int
+) -> Iterator[tuple[Document, Int[Tensor, " token"]]]:
+    """Disjoint passages of `n_tokens` tokens: the first of every article, then the second ones.
+
+    Raises:
+        ValueError: The collection does not hold so many.
+    """
+    long = documents(tokenizer, n_docs=None, min_tokens=n_tokens)
+    most = max((len(text.ids) // n_tokens for text in long), default=0)
+    found = [
+        (text, text.ids[i * n_tokens : (i + 1) * n_tokens])
+        for i in range(most)
+        for text in long
+        if len(text.ids) >= (i + 1) * n_tokens
+    ]
+    if len(found) < n_passages:
+        raise ValueError(
+            f"{n_passages} passages of {n_tokens:,} tokens are needed, but there are {len(found)}; "
+            "use fewer passages or fewer tokens."
+        )
+    return iter(found[:n_passages])
+
+
 def paper_length(n_prefix: int) -> int:
     """The longest text, in tokens, of which paper A's split caches exactly `n_prefix`."""
     n_tokens = math.ceil((n_prefix + 1) / PREFIX_SHARE)

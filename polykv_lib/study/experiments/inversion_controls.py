@@ -1,0 +1,194 @@
+"""Is a lower perplexity under a compressed document an effect, or the sign of noise?
+
+The same tokens are scored after several lengths of the text before them, read in full and through
+the published codec with the signs of several seeds. At one length, controls take the codec apart:
+keys or values alone, Gaussian noise of the same energy, shrinkage alone, matched norms, protected
+sinks, and a softmax temperature as a regulariser that is one. Seeds and passages are averaged
+inside an article; intervals resample articles.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from torch import Tensor
+
+from polykv_lib import hf
+from polykv_lib.kv import LayerKV
+from polykv_lib.metrics.agreement import kl_nats
+from polykv_lib.metrics.perplexity import token_nll
+from polykv_lib.study.experiments.attention_shape import AttentionShape, mean_shape
+from polykv_lib.study.experiments.common import (
+    Say,
+    Timer,
+    compressed,
+    dtype_name,
+    facts,
+    settings,
+)
+from polykv_lib.study.experiments.controls import PAPER, control
+from polykv_lib.study.experiments.excerpts import passages
+from polykv_lib.study.experiments.inversion_rows import Score, rows
+from polykv_lib.study.record import Outcome
+
+LOSSLESS_NATS = 1e-4  # mean |difference| a token between a pool and the same codec's round trip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One point; the controls join at `control_tokens`, the codec at every length."""
+
+    model: str
+    seed: int
+    prefix_tokens: Sequence[int]
+    control_tokens: int
+    controls: Sequence[str]
+    n_passages: int
+    scored_tokens: int
+    n_seeds: int
+    n_boot: int
+
+    def names(self, n_prefix: int) -> list[str]:
+        """Controls at a length, the published codec first."""
+        rest = self.controls if n_prefix == self.control_tokens else ()
+        return list(dict.fromkeys([PAPER, *rest]))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Every prefix length, ascending."""
+        return sorted({*self.prefix_tokens, self.control_tokens})
+
+
+def run(params: Mapping[str, Any], say: Say) -> Outcome:
+    """Perplexity change and KL of every control, with the numbers that decide.
+
+    Raises:
+        RuntimeError: A codec's round trip in an ordinary cache is not what its pool reads.
+    """
+    timer, point = Timer(), settings(Settings, params)
+    model, tokenizer = hf.load_model(point.model)
+    opening = list(tokenizer("")["input_ids"])
+    longest = max(point.lengths) - len(opening)
+    chosen = passages(
+        tokenizer, n_passages=point.n_passages, n_tokens=longest + point.scored_tokens + 1
+    )
+    scores: list[Score] = []
+    for i, (text, ids) in enumerate(chosen):
+        prefix, window = ids[:longest], ids[None, longest:]
+        for n_prefix in point.lengths:
+            own = prefix[longest + len(opening) - n_prefix :]
+            document = torch.cat((torch.tensor(opening, dtype=torch.int64), own))[None]
+            layers = hf.read_document(model, document)
+            if not scores:
+                check_round_trip(model, layers, document, window)
+            scores += _score(model, layers, window, n_prefix, point, text.title, i)
+        say(f"passage {i + 1} of {point.n_passages}, {text.title}, {timer.seconds:.0f} s")
+    return Outcome(
+        rows=list(
+            rows(
+                scores,
+                model=point.model,
+                dtype=dtype_name(model),
+                seed=point.seed,
+                n_boot=point.n_boot,
+            )
+        ),
+        samples=[_sample(score) for score in scores],
+        protocol={
+            **facts(model, tokenizer),
+            "scored": "the continuation but its first token, which is fed; teacher-forced",
+            "changed": "the document's keys and values in an ordinary cache; the rest is exact",
+            "special_tokens_before_the_prefix": opening,
+            "articles": len({score.article for score in scores}),
+            "interval": "percentile bootstrap over articles; seeds and passages averaged inside",
+            "seconds": timer.seconds,
+        },
+    )
+
+
+def check_round_trip(
+    model: Any,
+    layers: Sequence[LayerKV],
+    document: Int[Tensor, "1 token"],
+    window: Int[Tensor, "1 window"],
+) -> None:
+    """The control: tensors read back by the published codec give the NLL of its pool.
+
+    Raises:
+        RuntimeError: They do not, so the controls would not take the pool's codec apart.
+    """
+    n_prefix, targets = document.shape[1], window[0, 1:].to(model.device)
+    pool = compressed(model, layers, document, "paper")
+    trip = hf.full_cache(control("paper-plain").apply(layers, 0))
+    nll = [
+        token_nll(hf.logits(model, cache, window[:, :-1], n_prefix)[0], targets)
+        for cache in (pool.agent_cache(1), trip)
+    ]
+    error = (nll[0] - nll[1]).abs().mean().item()
+    if model.dtype == torch.float32 and not error <= LOSSLESS_NATS:
+        raise RuntimeError(
+            f"the pool and its codec's round trip differ by {error:.2g} nats a token; at most "
+            f"{LOSSLESS_NATS:.0e} is rounding. The controls do not describe the pool."
+        )
+
+
+def _score(
+    model: Any,
+    layers: Sequence[LayerKV],
+    window: Int[Tensor, "1 window"],
+    n_prefix: int,
+    point: Settings,
+    article: str,
+    passage: int,
+) -> Iterator[Score]:
+    """One document under every control of its length."""
+    fed, targets = window[:, :-1], window[0, 1:].to(model.device)
+    watched = n_prefix == point.control_tokens
+
+    def read(read_layers: Sequence[LayerKV], watch: bool) -> tuple[Tensor, AttentionShape | None]:
+        shapes: list[AttentionShape] = []
+
+        def see(_: int, layer: LayerKV) -> None:
+            shapes.append(AttentionShape.of(layer, n_prefix))
+
+        watching = hf.observed_cache(read_layers, see) if watch else hf.full_cache(read_layers)
+        logits = hf.logits(model, watching, fed, n_prefix)[0]
+        return logits, mean_shape(shapes) if watch else None
+
+    full, shape_full = read(layers, watched)
+    nll_full = token_nll(full, targets)
+    for name in point.names(n_prefix):
+        chosen, shape = control(name), None
+        deltas: list[Float[ndarray, " scored"]] = []
+        kl: list[float] = []
+        for seed in range(point.seed, point.seed + (point.n_seeds if chosen.seeded else 1)):
+            first = not deltas
+            logits, seen = read(chosen.apply(layers, seed), watched and first)
+            shape = seen if first else shape
+            deltas.append((token_nll(logits, targets) - nll_full).cpu().numpy())
+            kl.append(kl_nats(full, logits).mean().item())
+        yield Score(
+            article=article,
+            passage=passage,
+            n_prefix=n_prefix,
+            control=name,
+            nll_delta=np.stack(deltas),
+            kl=np.array(kl),
+            shape=shape,
+            shape_full=shape_full,
+        )
+
+
+def _sample(score: Score) -> dict[str, Any]:
+    return {
+        "article": score.article,
+        "passage": score.passage,
+        "prefix_tokens": score.n_prefix,
+        "control": score.control,
+        "nll_delta": [round(x, 6) for x in score.nll_delta.mean(1).tolist()],
+        "kl": [round(x, 6) for x in score.kl.tolist()],
+    }
