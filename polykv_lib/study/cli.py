@@ -118,6 +118,18 @@ def figures(profile: Profile = "", out: OutDir = "") -> None:
 
 
 @app.command()
+def badges() -> None:
+    """Writes Colab and Kaggle badges into notebooks and README, by the git remote; none without."""
+    from polykv_lib.study.index import write_badges
+
+    with errors_in_one_line():
+        try:
+            typer.echo(write_badges(checkout()))
+        except (OSError, ValueError) as error:
+            _stop(str(error))
+
+
+@app.command()
 def doctor(out: OutDir = "") -> None:
     """Shows what is here and what is missing; exit code 1 if the study cannot run."""
     from polykv_lib.study.doctor import checks

@@ -3,12 +3,17 @@
 import json
 from pathlib import Path
 
+import nbformat
 from tabulate import tabulate
 
 from polykv_lib.study.provenance import git_branch, git_remote
+from polykv_lib.study.render import fill_between
+from polykv_lib.study.store import write_atomically
 
 COLAB = "https://colab.research.google.com"
 KAGGLE = "https://kaggle.com"
+BEGIN, END = "<!-- notebooks:begin -->", "<!-- notebooks:end -->"
+BADGE = "[![Open in Colab]"  # how a line of badges begins
 
 
 def contents(root: Path) -> str:
@@ -43,3 +48,29 @@ def badges(path: str) -> str:
         f"[![Open in Kaggle]({KAGGLE}/static/images/open-in-kaggle.svg)]"
         f"({KAGGLE}/kernels/welcome?src=https://github.com/{path})"
     )
+
+
+def write_badges(root: Path) -> str:
+    """Badges under each notebook's title and in the README's list of notebooks, or none.
+
+    Whether there are any depends on the checkout's GitHub remote alone: without one, badges that
+    stand there are taken away.
+
+    Returns:
+        One line that says what the files have now.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: the README has no place for the list.
+    """
+    remote, branch = git_remote(root), git_branch(root)
+    for file in sorted((root / "notebooks").glob("*.ipynb")):
+        book = nbformat.read(file, as_version=4)
+        title, *rest = book.cells[0].source.split("\n\n")
+        parts = [title, *(part for part in rest if not part.startswith(BADGE))]
+        if remote and branch:
+            parts.insert(1, badges(f"{remote}/blob/{branch}/notebooks/{file.name}"))
+        book.cells[0].source = "\n\n".join(parts)
+        write_atomically(file, nbformat.writes(book) + "\n")
+    fill_between(root / "README.md", BEGIN, END, contents(root))
+    return f"badges open {remote}" if remote and branch else "no GitHub remote, so no badges"

@@ -1,7 +1,11 @@
 """Frames as text: Markdown and LaTeX with intervals beside their values and no blank cell."""
 
+from pathlib import Path
+
 import pandas as pd
 from tabulate import tabulate
+
+from polykv_lib.study.store import write_atomically
 
 NOTHING = "-"
 
@@ -46,3 +50,17 @@ def _with_interval(frame: pd.DataFrame, name: str) -> list[str]:
         value if lo != lo else f"{value} [{number(lo)}, {number(hi)}]"
         for value, (lo, hi) in zip(values, bounds, strict=True)
     ]
+
+
+def fill_between(file: Path, begin: str, end: str, content: str) -> None:
+    """Replaces what stands between two marker lines of a file.
+
+    Raises:
+        OSError: the file cannot be read or written.
+        ValueError: a marker is missing, or the end stands before the beginning.
+    """
+    text = file.read_text(encoding="utf-8")
+    if not 0 <= text.find(begin) < text.find(end):
+        raise ValueError(f"{file} has no lines {begin} and {end}; the table goes between them.")
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    write_atomically(file, f"{head}{begin}\n{content}\n{end}{tail}")

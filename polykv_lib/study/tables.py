@@ -13,7 +13,7 @@ from polykv_lib.study.inversion import decision
 from polykv_lib.study.own import OWN, inversions, own_table
 from polykv_lib.study.published import POOL
 from polykv_lib.study.record import Record
-from polykv_lib.study.render import latex, markdown
+from polykv_lib.study.render import fill_between, latex, markdown
 from polykv_lib.study.rows import tidy
 from polykv_lib.study.store import collect, write_atomically
 
@@ -109,8 +109,4 @@ def fill_readme(readme: Path, records: Sequence[Record]) -> None:
         OSError: the file cannot be read or written.
         ValueError: a marker is missing, or the end stands before the beginning.
     """
-    text = readme.read_text(encoding="utf-8")
-    if not 0 <= text.find(BEGIN) < text.find(END):
-        raise ValueError(f"{readme} has no lines {BEGIN} and {END}; the results go between them.")
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    write_atomically(readme, f"{head}{BEGIN}\n{readme_table(records)}\n{END}{tail}")
+    fill_between(readme, BEGIN, END, readme_table(records))

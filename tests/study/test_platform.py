@@ -180,7 +180,21 @@ def test_which_builds_run_on_which_gpu(
 
 @pytest.mark.parametrize(
     "module",
-    ["notebook", "params", "grid", "run", "cli", "store", "index", "doctor", "tables", "figures"],
+    [
+        "notebook",
+        "params",
+        "grid",
+        "run",
+        "cli",
+        "store",
+        "index",
+        "doctor",
+        "tables",
+        "figures",
+        "estimate",
+        "kaggle",
+        "cluster",
+    ],
 )
 def test_the_study_imports_no_torch(module: str) -> None:
     code = f"import sys, polykv_lib.study.{module}; sys.exit('torch' in sys.modules)"
