@@ -6,6 +6,7 @@ from math import ceil
 from polykv_lib.study.params import (
     AgentFidelity,
     ExperimentParameters,
+    InversionControls,
     MemoryScaling,
     PlanAblations,
     PlanRecovery,
@@ -38,6 +39,8 @@ def work_of(chosen: ExperimentParameters) -> Work | None:
             return _memory(chosen)
         case PplInversion():
             return _perplexity(chosen)
+        case InversionControls():
+            return _inversion(chosen)
         case AgentFidelity():
             return _agents(chosen)
         case PlanRecovery():
@@ -75,6 +78,20 @@ def _perplexity(p: PplInversion) -> Work:
             scored.append(window)
     longest = max(*p.PREFIX_TOKENS, p.FRONTIER_TOKENS)
     return Work(read=read, steps=0, document=longest, agents=1, own=max(scored), scored=max(scored))
+
+
+def _inversion(p: InversionControls) -> Work:
+    lengths = {*p.PREFIX_TOKENS, p.CONTROL_TOKENS}
+    seeded = 1 + p.N_SEEDS  # the full cache, then the codec with each seed; half of the controls
+    readings = seeded * len(lengths) + ceil(seeded / 2) * len(p.CONTROLS)
+    return Work(
+        read=p.N_PASSAGES * (sum(lengths) + readings * p.SCORED_TOKENS),
+        steps=0,
+        document=max(lengths),
+        agents=1,
+        own=p.SCORED_TOKENS,
+        scored=p.SCORED_TOKENS,
+    )
 
 
 def _agents(p: AgentFidelity) -> Work:
