@@ -8,7 +8,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from polykv_lib.attend import attend, attend_pieces, merge
+from polykv_lib.attend import attend, attend_pieces
 from polykv_lib.hf.caches import AgentLayer
 from polykv_lib.hf.evicting_layer import EvictingLayer
 from polykv_lib.hf.observe import ObservedLayer
@@ -80,11 +80,11 @@ def attention(
             module, query, key, value, attention_mask, scaling, dropout=dropout, **kwargs
         )
         return out, None
+    if query.requires_grad:
+        raise ValueError("a pool is read without gradients; call the model under torch.no_grad().")
     layer.unread = False
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_mask is not None and attention_mask.is_floating_point():
-        attention_mask = attention_mask == 0  # additive form: 0 where visible
-    own_out, own_lse = attend(query, key, value, scale, attention_mask)
-    out, lse = attend_pieces(query, layer.pieces, layer.n_heads, scale)
-    out, _ = merge(out, lse, own_out, own_lse)
+    mask = layer.masks.rows(attention_mask, query.shape[1] // layer.n_heads, query.dtype)
+    own = attend(query, key, value, scale, mask)
+    out, _ = attend_pieces(query, layer.pieces, layer.n_heads, scale, own)
     return out.to(query.dtype).transpose(1, 2).contiguous(), None

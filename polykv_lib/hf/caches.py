@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from polykv_lib.attend import RowMask, row_mask
 from polykv_lib.hf import compat
 from polykv_lib.pool import Piece, PoolError, SharedKVPool
 
@@ -21,16 +22,48 @@ Own = Float[Tensor, "agent head own dim"]
 ROOM = 20  # the suffix buffer grows by a twentieth: at most 5 % is spare, copies cost O(1) a token
 
 
+class Masks:
+    """The mask of a forward in the form that kernels take, made in its first layer."""
+
+    def __init__(self) -> None:
+        """Nothing made yet."""
+        self.clear()
+
+    def clear(self) -> None:
+        """A new forward begins."""
+        self.source: Tensor | None = None
+        self.made: RowMask | None = None
+
+    def rows(self, mask: Tensor | None, groups: int, dtype: torch.dtype) -> RowMask | None:
+        """What `attend` takes for a transformers mask; `groups` query heads read one KV head."""
+        if mask is not self.source:
+            self.source = mask
+            if mask is None:
+                self.made = None
+            else:
+                visible = mask == 0 if mask.is_floating_point() else mask  # additive: 0 is visible
+                self.made = row_mask(visible, groups, dtype)
+        return self.made
+
+
 class AgentLayer(DynamicLayer):
     """One layer of N agents: their own keys and values, and a handle on the shared pieces."""
 
-    def __init__(self, pieces: Sequence[Piece], n_heads: int, seen: int, window: int | None):
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        n_heads: int,
+        seen: int,
+        window: int | None,
+        masks: "Masks",
+    ):
         """`seen` tokens of document precede the agents' own; `window` bounds both together."""
         super().__init__()
         self.pieces = pieces
         self.n_heads = n_heads
         self.seen = seen
         self.window = window
+        self.masks = masks
         self.buffer: Float[Tensor, "two agent head room dim"] | None = None
         self.own = 0
         self.unread = False
@@ -125,8 +158,9 @@ class AgentCache(Cache):
         self.n_agents = n
         self.kept_per_head = pool.kept_per_head  # tokens of the document, by layer and KV head
         self.last: AgentLayer | None = None  # updated last: its attention must have read it
+        self.masks = Masks()
         layers = [
-            AgentLayer(pieces, pool.geometry.n_kv_heads, pool.n_tokens, window)
+            AgentLayer(pieces, pool.geometry.n_kv_heads, pool.n_tokens, window, self.masks)
             for pieces in pool.layers
         ]
         super().__init__(layers=layers)
@@ -149,6 +183,8 @@ class AgentCache(Cache):
                 f"a batch of {key_states.shape[0]} rows met a cache of {self.n_agents} agents; "
                 "open one with pool.agent_cache(rows)."
             )
+        if layer_idx == 0:
+            self.masks.clear()
         self.last = self.layers[layer_idx]
         return self.last.update(key_states, value_states, *args, **kwargs)
 

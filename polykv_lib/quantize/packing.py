@@ -55,9 +55,7 @@ def look_up(
     """
     if bits == 3:
         low, nibbles = planes
-        words = low.to(torch.int32)
-        top = torch.cat((nibbles & 15, nibbles >> 4), dim=-1)
-        words = words.add_(top.to(torch.int32), alpha=256)
+        words = low.to(torch.int32).add_(_nibbles(nibbles), alpha=256)
     else:
         words = planes[0].to(torch.int32)
     wide = _WIDE.get(table[0].numel() * table.element_size())
@@ -68,6 +66,24 @@ def look_up(
     return entries.view(*words.shape[:-1], words.shape[-1] * table.shape[1])
 
 
+def _nibbles(x: UInt8[Tensor, "*batch bytes"]) -> UInt8[Tensor, "*batch nibbles"]:
+    """The low nibbles of all bytes, then the high ones; several bytes at a time."""
+    for wide, mask in _MASKS:
+        if x.shape[-1] % wide.itemsize == 0:
+            several = _aligned(x, wide.itemsize).view(wide)
+            return torch.cat((several & mask, several >> 4 & mask), dim=-1).view(torch.uint8)
+    return torch.cat((x & 15, x >> 4), dim=-1)
+
+
+def _aligned(x: Tensor, size: int) -> Tensor:
+    """The bytes where elements of `size` bytes may begin at each row; a copy where they lie not."""
+    *outer, last = x.stride()
+    if last == 1 and not any(n % size for n in (x.storage_offset(), *outer)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+_MASKS = ((torch.int64, 0x0F0F0F0F0F0F0F0F), (torch.int16, 0x0F0F))
 _WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
