@@ -43,10 +43,11 @@ def attend_pieces(
     """
     agents, _, queries, _ = q.shape
     rows = fold(q, n_heads) * (scale / LN2)  # scores in base 2: torch's exp2 is 3x faster than exp
-    groups: dict[tuple[int, ...] | None, list[Piece]] = {}
+    whole = [piece for piece in pieces if piece.heads is None]
+    groups: dict[tuple[int, ...], list[Piece]] = {}
     for piece in pieces:
-        groups.setdefault(piece.heads, []).append(piece)
-    whole = groups.pop(None, ())
+        if piece.heads is not None:
+            groups.setdefault(piece.heads, []).append(piece)
     if own is None:
         before = None
     else:
@@ -109,7 +110,7 @@ def _attend_block(
         earlier.copy_(before[1][..., None])
     largest = scores.amax(-1, keepdim=True)
     total = scores.sub_(largest).exp2_().sum(-1, keepdim=True)
-    out = None if before is None else before[0] * earlier
+    out: Rows | None = None if before is None else before[0] * earlier
     for (piece, start, stop), part in zip(block, columns, strict=True):
         _scale(part, piece.values.gains(start, stop))
         # For few tokens the set-up of a half-precision product costs more than the product.
@@ -117,6 +118,7 @@ def _attend_block(
         weighted = torch.bmm(part.to(exact), piece.values.levels(start, stop, exact)).float()
         weighted = piece.values.from_levels(weighted)
         out = weighted if out is None else out.add_(weighted)
+    assert out is not None
     return out / total, (largest + total.log2())[..., 0]
 
 

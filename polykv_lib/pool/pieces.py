@@ -73,6 +73,8 @@ class Piece:
 
     def to(self, device: torch.device) -> "Piece":
         """The piece with its tensors on a device."""
+        if all(t.device == device for t in self.tensors.values()):
+            return self
         return restore(describe(self), {name: t.to(device) for name, t in self.tensors.items()})
 
 

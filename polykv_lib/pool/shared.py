@@ -117,11 +117,13 @@ class SharedKVPool:
 def load(path: str | os.PathLike[str], cache_factory: CacheFactory | None = None) -> SharedKVPool:
     """The pool that `save` wrote, memory-mapped; whether the model fits is the caller's check."""
     header, tensors = file.read(Path(path))
+    of_piece: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("layers."):
+            _, i, j, rest = name.split(".", 3)
+            of_piece.setdefault((int(i), int(j)), {})[rest] = tensor
     layers = tuple(
-        tuple(
-            restore(description, _under(tensors, f"layers.{i}.{j}."))
-            for j, description in enumerate(descriptions)
-        )
+        tuple(restore(description, of_piece[i, j]) for j, description in enumerate(descriptions))
         for i, descriptions in enumerate(header["layers"])
     )
     return SharedKVPool(
@@ -132,7 +134,3 @@ def load(path: str | os.PathLike[str], cache_factory: CacheFactory | None = None
         owner=header["owner"],
         cache_factory=cache_factory,
     )
-
-
-def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}

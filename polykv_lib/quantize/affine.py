@@ -67,9 +67,26 @@ class Affine:
         assert q.scale is not None
         assert q.zero is not None
         assert q.unit is not None
-        codes = unpack(tuple(p[..., start:stop, :] for p in q.planes), self.bits).float()
-        step, offset = (self._spread(s.float() * q.unit, codes, start) for s in (q.scale, q.zero))
-        return (codes * step + offset).to(dtype)
+        x = unpack(tuple(p[..., start:stop, :] for p in q.planes), self.bits).float()
+        step, offset = q.scale.float() * q.unit, q.zero.float() * q.unit
+        if self.axis == "channel":
+            step, offset = step[..., start:stop, :], offset[..., start:stop, :]
+        first = start if self.axis == "token" else 0
+        # Groups of full length become an axis of their own, so their numbers need not be copied.
+        n_groups = 0 if first % self.group else x.shape[self._axis] // self.group
+        cut = n_groups * self.group
+        if n_groups:
+            grouped = x.narrow(self._axis, 0, cut).unflatten(self._axis, (n_groups, self.group))
+            at = [
+                s.narrow(self._axis, first // self.group, n_groups).unsqueeze(self._axis)
+                for s in (step, offset)
+            ]
+            grouped.mul_(at[0]).add_(at[1])
+        rest = x.narrow(self._axis, cut, x.shape[self._axis] - cut)
+        rest.mul_(self._spread(step, rest, first + cut)).add_(
+            self._spread(offset, rest, first + cut)
+        )
+        return x.to(dtype)
 
     def gains(self, q: Quantized, start: int, stop: int) -> None:
         """None: levels are the values."""
@@ -97,11 +114,7 @@ class Affine:
         high = torch.cat([g.amax(self._axis, keepdim=True) for g in groups], dim=self._axis)
         return low, high
 
-    def _spread(self, per_group: Tensor, like: Tensor, start: int = 0) -> Tensor:
-        """A group's number at each of its elements; `start` is the first token of `like`."""
-        offset = start if self.axis == "token" else 0
-        index = torch.arange(offset, offset + like.shape[self._axis], device=like.device)
-        spread = per_group.index_select(self._axis, index // self.group)
-        if self.axis == "channel" and spread.shape[-2] != like.shape[-2]:
-            spread = spread[..., start : start + like.shape[-2], :]
-        return spread
+    def _spread(self, per_group: Tensor, like: Tensor, first: int = 0) -> Tensor:
+        """A group's number at each of its elements; `first` is where `like` begins on the axis."""
+        index = torch.arange(first, first + like.shape[self._axis], device=like.device)
+        return per_group.index_select(self._axis, index // self.group)
