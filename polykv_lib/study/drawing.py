@@ -70,6 +70,8 @@ LOOKS = {
     ),
     "gain-curve": Look(label="gain x curve, layers", colour="#4477AA", marker="D"),
     "gain-curve-heads": Look(label="gain x curve, heads", colour="#33AACC", marker="P"),
+    "ours": Look(label="ours", colour="#4477AA", marker="D"),
+    "best single": Look(label="best single policy", colour="#444444", marker="s", line=":"),
     "H2O": Look(label="H2O", colour="#4477AA", marker="s"),
     "TOVA": Look(label="TOVA", colour="#EE6677", marker="o"),
     "SnapKV": Look(label="SnapKV", colour="#228833", marker="^"),

@@ -6,7 +6,7 @@ computed from shapes. Bars are 95 % intervals.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,12 @@ from polykv_lib.study.drawing import (
     ticks_at,
     write_beside,
 )
-from polykv_lib.study.figures_eviction import plan_map, recovery_by_family
+from polykv_lib.study.figures_eviction import (
+    budget_sweep,
+    budget_sweep_gap,
+    plan_map,
+    recovery_by_family,
+)
 from polykv_lib.study.figures_inversion import ppl_controls
 from polykv_lib.study.platform import Places
 from polykv_lib.study.published_points import published_inversions, published_memory
@@ -128,6 +133,7 @@ class Drawing:
     table: str
     width: float = COLUMN
     height: float = 2.9
+    each: tuple[str, ...] = ()  # one figure for each value of these columns
 
 
 FIGURES = {
@@ -138,8 +144,12 @@ FIGURES = {
     "kl_vs_bits": Drawing(draw=kl_vs_bits, table="kl_vs_bits", width=TEXT),
     "fidelity_vs_agents": Drawing(draw=fidelity_vs_agents, table="fidelity"),
     "decode_step": Drawing(draw=decode_step, table="decode_step"),
-    "recovery_by_family": Drawing(draw=recovery_by_family, table="recovery", width=TEXT),
-    "plan_map": Drawing(draw=plan_map, table="plan", width=TEXT),
+    "recovery_by_family": Drawing(
+        draw=recovery_by_family, table="recovery", width=TEXT, each=("suite", "question")
+    ),
+    "budget_sweep": Drawing(draw=budget_sweep, table="recovery"),
+    "budget_sweep_gap": Drawing(draw=budget_sweep_gap, table="recovery"),
+    "plan_map": Drawing(draw=plan_map, table="plan", width=TEXT, each=("suite", "question")),
 }
 
 
@@ -149,7 +159,9 @@ def write_all(
     formats: Sequence[str] = ("pdf", "png"),
     papers_root: Path | None = None,
 ) -> list[Path]:
-    """Draws every figure that has numbers, one file a profile, and `<out>/manifest.json`.
+    """Draws every figure that has numbers, and `<out>/manifest.json`.
+
+    One file a profile, and for each suite and kind of question where these differ.
 
     The manifest maps each figure to the records it was drawn from and a hash of their rows, so that
     a figure older than its results can be told.
@@ -169,17 +181,26 @@ def write_all(
     files, manifest = [], {}
     with house_style():
         for profile, numbers in tidy(records).groupby("profile"):
-            for name, drawing in FIGURES.items():
-                used = pick(numbers, table=drawing.table)
-                if len(used):
-                    figure = Figure(figsize=(drawing.width, drawing.height))
-                    ax = figure.subplots()
-                    drawing.draw(pd.concat([used, published]), ax)
-                    write_beside(ax, f"profile {profile}")
-                    files += save(figure, out, f"{name}-{profile}", tuple(formats))
-                    manifest[f"{name}-{profile}"] = _fingerprints(records, set(used["key"]))
+            for name, drawing, used in _drawings(numbers):
+                figure = Figure(figsize=(drawing.width, drawing.height))
+                ax = figure.subplots()
+                drawing.draw(pd.concat([used, published]), ax)
+                write_beside(ax, f"profile {profile}")
+                files += save(figure, out, f"{name}-{profile}", tuple(formats))
+                manifest[f"{name}-{profile}"] = _fingerprints(records, set(used["key"]))
     write_atomically(out / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     return files
+
+
+def _drawings(numbers: pd.DataFrame) -> Iterator[tuple[str, Drawing, pd.DataFrame]]:
+    """Each figure that has numbers: its name, how it is drawn, and from which lines."""
+    for name, drawing in FIGURES.items():
+        used = pick(numbers, table=drawing.table)
+        if not drawing.each and len(used):
+            yield name, drawing, used
+        elif drawing.each:
+            for values, part in used.groupby(list(drawing.each), sort=False):
+                yield "-".join([name, *map(str, values)]), drawing, part
 
 
 def _fingerprints(records: Sequence[Record], keys: set[str]) -> dict[str, str]:

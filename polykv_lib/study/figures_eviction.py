@@ -3,21 +3,24 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from polykv_lib.study.drawing import counted, legend_below, look
 from polykv_lib.study.rows import pick
 
 FLOOR = -100.0  # per cent; what falls below is cut, and counted in the title
 SETTING = ("model", "suite", "question", "keep")
+KEEP = 0.25  # shown where it was run
+PLANS = ("paper-b", "paper-b, ppl budgets", "ours")
 
 
 def recovery_by_family(numbers: pd.DataFrame, ax: Axes) -> None:
     """Share of the best single policy's KL that each plan wins back, with its interval."""
-    gaps = pick(numbers, table="recovery", metric="gap_recovered_pct", role="plan")
+    gaps = pick(numbers, table="recovery", metric="gap_recovered_pct")
+    gaps = gaps[gaps["method"].isin(PLANS)]
     gaps = _one_setting(gaps)
     gaps = pick(gaps, codec=gaps["codec"].iloc[0])
-    families, methods = list(gaps["family"].unique()), list(gaps["method"].unique())
+    families, methods = list(gaps["family"].unique()), PLANS
     width, n_below = 0.8 / len(methods), 0
     for i, method in enumerate(methods):
         rows = pick(gaps, method=method).set_index("family").reindex(families)
@@ -67,8 +70,50 @@ def plan_map(numbers: pd.DataFrame, ax: Axes) -> None:
     legend_below(ax)
 
 
+def budget_sweep(numbers: pd.DataFrame, ax: Axes) -> None:
+    """KL from the full cache over the share that is kept, with its interval as a band."""
+    rows = _sweep(numbers, "kl_nats", ax)
+    ax.set(yscale="log", ylabel="KL from the full cache [nats]")
+    ax.set_title(_swept(rows))
+
+
+def budget_sweep_gap(numbers: pd.DataFrame, ax: Axes) -> None:
+    """How much of the best single policy's KL is won back, over the share that is kept."""
+    rows = _sweep(numbers, "gap_recovered_pct", ax)
+    ax.set(ylabel="gap to the full cache recovered [%]", ylim=(max(FLOOR, ax.get_ylim()[0]), 105))
+    ax.set_title(_swept(rows))
+
+
+def _sweep(numbers: pd.DataFrame, metric: str, ax: Axes) -> pd.DataFrame:
+    """The lines of the point with most budgets, whose rows are returned."""
+    rows = pick(numbers, table="recovery", family="macro", metric=metric)
+    rows = pick(rows, codec=rows["codec"].iloc[0])
+    budgets = rows.groupby("key", sort=False)["keep"].nunique()
+    rows = pick(rows, key=budgets.idxmax())
+    named = rows["method"].where(rows["role"] != "best single", "best single")
+    for method in ("best single", *PLANS):
+        own = rows[named == method].sort_values("keep")
+        drawn = look(method)
+        ax.plot(own["keep"], own["value"], c=drawn.colour, marker=drawn.marker, ls=drawn.line,
+                label=drawn.label)  # fmt: skip
+        ax.fill_between(own["keep"], own["lo"], own["hi"], color=drawn.colour, alpha=0.15, lw=0)
+    ax.set(xscale="log", xlabel="share of the context's tokens that is kept")
+    ax.set_xticks(sorted(rows["keep"].unique()))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g}%"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    legend_below(ax)
+    return rows
+
+
+def _swept(rows: pd.DataFrame) -> str:
+    model, suite, question, _ = (rows[name].iloc[0] for name in SETTING)
+    return f"{model}, {suite}, question {question},\n{counted(rows, 'items')}"
+
+
 def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the first setting; others are in the tables."""
+    """The rows of one setting: a quarter kept, or the first there is; tables have the others."""
+    if (rows["keep"] == KEEP).any():
+        rows = pick(rows, keep=KEEP)
     return pick(rows, **{name: rows[name].iloc[0] for name in SETTING})
 
 

@@ -28,9 +28,9 @@ CONTROLS = {
 PLANS = {
     "paper-b": "cosine routing, equal budgets",
     "paper-b, ppl budgets": "cosine routing, budgets by perplexity",
-    "gain-curve": "our budgets, by layer",
-    "gain-curve-heads": "our budgets, by KV head",
+    "ours": "our plan",
 }
+KEPT = (0.25, 0.4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Headline:
     what: str
     table: str
     metric: str
-    where: dict[str, str] = field(default_factory=dict)
+    where: dict[str, str | float] = field(default_factory=dict)
     paper: str = ""
 
 
@@ -113,24 +113,36 @@ HEADLINES = (
     ),
     *(
         Headline(
-            what=f"KL to the best single policy won back by a plan, %, {name}",
+            what=f"KL to the best single policy won back at {keep:.0%}, %, {name}",
             table="recovery",
             metric="gap_recovered_pct",
-            where={"method": method, "family": "macro", "codec": "full"},
+            where={"method": method, "family": "macro", "codec": "full", "keep": keep},
         )
+        for keep in KEPT
         for method, name in PLANS.items()
     ),
     Headline(
-        what="the same, our budgets by KV head, kept tokens quantised",
+        what="the same, our plan, kept tokens quantised",
         table="recovery",
         metric="gap_recovered_pct",
-        where={"method": "gain-curve-heads", "family": "macro", "codec": "polykv"},
+        where={"method": "ours", "family": "macro", "codec": "polykv", "keep": KEPT[0]},
+    ),
+    Headline(
+        what="KL of our plan minus the best single policy's, nats, where text goes on",
+        table="regret",
+        metric="kl_over_nats",
+        where={
+            "method": "ours",
+            "against": "best single",
+            "family": "continuation",
+            "keep": KEPT[0],
+        },
     ),
     Headline(
         what="one bf16 copy / evicted and quantised pool",
         table="quality_bytes",
         metric="memory_ratio",
-        where={"method": "gain-curve-heads", "codec": "polykv"},
+        where={"method": "ours", "codec": "polykv", "keep": KEPT[0]},
     ),
 )
 
@@ -158,7 +170,9 @@ def _line(headline: Headline, row: pd.Series) -> dict[str, str]:
         f"{number(row[size])} {unit}" for size, unit in SIZES.items() if not pd.isna(row[size])
     ]
     named = [str(row[name]) for name in ("model", "codec", "encoder") if not pd.isna(row[name])]
-    sizes += [] if pd.isna(row["keep"]) else [f"{row['keep']:.0%} of the tokens kept"]
+    if not pd.isna(row["keep"]):
+        asked = f"{row['suite']} suite, question {row['question']}"
+        sizes += [asked, f"{row['keep']:.0%} of the tokens kept"]
     return {
         "what": headline.what,
         "setting": ", ".join([*named, *sizes]),

@@ -101,6 +101,18 @@ OWN = {
         by=("model", "suite", "question", "keep", "family", "role", "method", "codec"),
         metrics=("kl_nats", "gap_recovered_pct", "nll_delta_nats", "exact", "score"),
     ),
+    "regret": Own(
+        title="KL of a plan minus KL of what it is measured against: below 0 is better (paired)",
+        table="regret",
+        by=("model", "suite", "question", "keep", "method", "against", "family"),
+        metrics=("kl_over_nats",),
+    ),
+    "choice": Own(
+        title="What chose our plan: KL on calibration items that the plans were not made from",
+        table="choice",
+        by=("model", "suite", "question", "keep", "role", "method"),
+        metrics=("kl_nats",),
+    ),
     "quality_bytes": Own(
         title="Quality against bytes: evicted, quantised, shared (mean over families)",
         table="quality_bytes",

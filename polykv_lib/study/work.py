@@ -44,8 +44,8 @@ def work_of(chosen: ExperimentParameters) -> Work | None:
         case AgentFidelity():
             return _agents(chosen)
         case PlanRecovery():
-            methods = len(chosen.POLICIES) + 2 * len(chosen.PLANS) * len(chosen.CODECS)
-            answered = (2 + len(chosen.PLANS)) * len(chosen.KEEP)
+            methods = len(chosen.POLICIES) + 2 * len(chosen.PLANS) + 2 * len(chosen.CODECS)
+            answered = 1 + 2 * len(chosen.KEEP)  # the full cache, the best single policy, ours
             steps = answered * chosen.MAX_NEW_TOKENS
             return _plans(chosen, len(chosen.KEEP), methods, steps)
         case PlanAblations():

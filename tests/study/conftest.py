@@ -156,7 +156,11 @@ def _fidelity() -> Iterator[Row]:
 
 
 def _plans() -> Iterator[Row]:
-    setting = {"model": MODEL, "suite": "offline", "question": "hidden", "keep": 0.25}
+    for keep in (0.25, 0.4):
+        yield from _budget({"model": MODEL, "suite": "offline", "question": "hidden", "keep": keep})
+
+
+def _budget(setting: dict[str, Any]) -> Iterator[Row]:
     kl = {
         ("H2O", "full"): 0.9,
         ("KeyDiff", "full"): 1.2,
@@ -164,16 +168,20 @@ def _plans() -> Iterator[Row]:
         ("paper-b, ppl budgets", "full"): 0.4,
         ("gain-curve", "full"): 0.2,
         ("gain-curve-heads", "full"): 0.1,
-        ("gain-curve-heads", "polykv"): 0.11,
+        ("ours", "full"): 0.1,
+        ("ours", "polykv"): 0.11,
     }
     roles = {"H2O": "best single", "KeyDiff": "single"}
     for (method, codec), value in kl.items():
         at = setting | {"method": method, "role": roles.get(method, "plan"), "codec": codec}
-        for i, family in enumerate(("stated_fact", "next_line", "macro")):
+        for i, family in enumerate(("stated_fact", "continuation", "macro")):
             gap = 100 * (1 - value / 0.9) - 90 * i * (method == "paper-b")
             own: dict[str, Any] = at | {"family": family, "n": 12 if family == "macro" else 6}
             yield _row("recovery", "kl_nats", value, "nats", lo=0.8 * value, hi=1.3 * value, **own)
             yield _row("recovery", "gap_recovered_pct", gap, "%", lo=gap - 9, hi=gap + 4, **own)
+            if codec == "full":
+                yield _row("regret", "kl_over_nats", value - 0.9, "nats", against="best single",
+                           method=method, family=family, lo=-0.9, hi=0.1, n=6, **setting)  # fmt: skip
         yield _row("quality_bytes", "kl_nats", value, "nats", **at)
         yield _row("quality_bytes", "pool_bytes", 1e6, "B", **at)
         yield _row("quality_bytes", "memory_ratio", 4.0 if codec == "full" else 10.0, "x", **at)

@@ -74,15 +74,39 @@ def test_recovery_has_a_bar_a_plan_and_family_with_its_interval(synthetic: list[
     ax = drawn(figures_eviction.recovery_by_family, synthetic)
     heights = {c.get_label(): [bar.get_height() for bar in c] for c in ax.containers if len(c) == 3
                and isinstance(c, BarContainer)}  # fmt: skip
-    assert heights["gain x curve, layers"] == pytest.approx([100 * (1 - 0.2 / 0.9)] * 3)
+    assert heights["ours"] == pytest.approx([100 * (1 - 0.1 / 0.9)] * 3)
+    assert len(heights) == 3, "single policies and the parts of ours are in the tables"
     assert heights["routing by cosine"] == pytest.approx([100 / 9 - 90 * i for i in range(3)])
-    gap = 100 * (1 - 0.2 / 0.9)
+    gap = 100 * (1 - 0.1 / 0.9)
     intervals = [
         c.lines[2][0].get_segments() for c in ax.containers if not isinstance(c, BarContainer)
     ]  # type: ignore[attr-defined]
     assert np.array(intervals[2])[:, :, 1] == pytest.approx(np.array([[gap - 9, gap + 4]] * 3))
     assert ax.get_ylim()[0] == -100
     assert ax.get_title(loc="left").endswith("n = 6 to 12 items, bars cut at -100 %: 1")
+
+
+@pytest.mark.parametrize(
+    ("draw", "best", "ours"),
+    [(figures_eviction.budget_sweep, [0.9] * 2, [0.1] * 2),
+     (figures_eviction.budget_sweep_gap, [0] * 2, [100 * (1 - 0.1 / 0.9)] * 2)],
+)  # fmt: skip
+def test_the_sweep_has_each_budget_of_each_plan_and_bands(
+    synthetic: list[Record], draw: Draw, best: list[float], ours: list[float]
+) -> None:
+    ax = drawn(draw, synthetic)
+    lines = {line.get_label(): line for line in ax.lines}
+    assert set(lines) == {
+        "best single policy",
+        "routing by cosine",
+        "the same, PPL budgets",
+        "ours",
+    }
+    for label, values in (("best single policy", best), ("ours", ours)):
+        assert list(lines[label].get_xdata()) == [0.25, 0.4]
+        assert list(lines[label].get_ydata()) == pytest.approx(values)
+    assert len(ax.collections) == 4
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["25%", "40%"]
 
 
 def test_plan_map_shows_each_layers_policy_and_share(synthetic: list[Record]) -> None:
@@ -127,7 +151,9 @@ def test_files_are_the_same_bytes_each_time(
     written = [figures.write_all(synthetic_root, tmp_path / d, papers_root=papers) for d in "ab"]
     names = {file.name for file in written[0]}
     assert names == {
-        f"{name}-synthetic.{kind}" for name in figures.FIGURES for kind in ("pdf", "png")
+        f"{name}{'-offline-hidden' if drawing.each else ''}-synthetic.{kind}"
+        for name, drawing in figures.FIGURES.items()
+        for kind in ("pdf", "png")
     }
     for first, second in zip(*written, strict=True):
         assert first.read_bytes() == second.read_bytes(), first.name
