@@ -14,6 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from polykv_lib.study import figures_eviction as eviction
 from polykv_lib.study.drawing import (
     COLUMN,
     TEXT,
@@ -25,12 +26,6 @@ from polykv_lib.study.drawing import (
     series,
     ticks_at,
     write_beside,
-)
-from polykv_lib.study.figures_eviction import (
-    budget_sweep,
-    budget_sweep_gap,
-    plan_map,
-    recovery_by_family,
 )
 from polykv_lib.study.figures_inversion import ppl_controls
 from polykv_lib.study.platform import Places
@@ -145,11 +140,13 @@ FIGURES = {
     "fidelity_vs_agents": Drawing(draw=fidelity_vs_agents, table="fidelity"),
     "decode_step": Drawing(draw=decode_step, table="decode_step"),
     "recovery_by_family": Drawing(
-        draw=recovery_by_family, table="recovery", width=TEXT, each=("suite", "question")
+        draw=eviction.recovery_by_family, table="recovery", width=TEXT, each=("suite", "question")
     ),
-    "budget_sweep": Drawing(draw=budget_sweep, table="recovery"),
-    "budget_sweep_gap": Drawing(draw=budget_sweep_gap, table="recovery"),
-    "plan_map": Drawing(draw=plan_map, table="plan", width=TEXT, each=("suite", "question")),
+    "budget_sweep": Drawing(draw=eviction.budget_sweep, table="recovery"),
+    "budget_sweep_gap": Drawing(draw=eviction.budget_sweep_gap, table="recovery"),
+    "plan_map": Drawing(
+        draw=eviction.plan_map, table="plan", width=TEXT, each=("suite", "question")
+    ),
 }
 
 
