@@ -1,6 +1,7 @@
 """Attention as policies need it: its last rows, or the sums of its columns, never all of it."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
@@ -8,14 +9,17 @@ from torch import Tensor
 
 from polykv_lib.kv import Keys, Queries, Scores
 
-BLOCK = 256  # query rows whose weights are held at once
+BLOCK = 64  # queries whose weights are held at once: few enough to stay in a core's cache
+
+Weights = Float[Tensor, "batch head group row token"]  # group: the query heads of a KV head
 
 
 def window_weights(
     queries: Queries, keys: Keys, scale: float, window: int
 ) -> Float[Tensor, "batch q_head row token"]:
     """Softmax weights of the last `window` queries over all tokens, causal."""
-    return _weights(queries[:, :, -window:], keys, scale)
+    [weights] = weight_blocks(queries[:, :, -window:], keys, scale, block=window)
+    return weights.flatten(1, 2)
 
 
 def column_sums(queries: Queries, keys: Keys, scale: float) -> Scores:
@@ -24,27 +28,37 @@ def column_sums(queries: Queries, keys: Keys, scale: float) -> Scores:
     Exact, in blocks of queries: memory grows with the document's length, not with its square. The
     queries are those of the last tokens: of all, at prefill.
     """
+    n_heads = keys.shape[1]
+    sums = torch.zeros(keys.shape[:3], device=keys.device)
+    for weights in weight_blocks(queries, keys, scale):
+        sums[..., : weights.shape[-1]] += weights.flatten(2, 3).sum(2)
+    return sums * (n_heads / queries.shape[1])
+
+
+@torch.no_grad()
+def weight_blocks(
+    queries: Queries, keys: Keys, scale: float, block: int | None = None
+) -> Iterator[Weights]:
+    """Softmax weights in fp32, `block` queries at a time, over the tokens that the last one sees.
+
+    The queries are those of the last tokens. A block is overwritten by the next one.
+    """
     batch, n_heads, n_tokens, _ = keys.shape
-    groups = queries.shape[1] // n_heads
-    n_queries = queries.shape[2]
-    sums = torch.zeros(batch, n_heads, n_tokens, device=keys.device)
-    for start in range(0, n_queries, BLOCK):
-        stop = min(start + BLOCK, n_queries)
-        visible = n_tokens - n_queries + stop
-        weights = _weights(queries[:, :, start:stop], keys[:, :, :visible], scale)
-        sums[:, :, :visible] += weights.sum(2).unflatten(1, (n_heads, groups)).mean(2)
-    return sums
-
-
-def _weights(queries: Queries, keys: Keys, scale: float) -> Float[Tensor, "batch q_head row token"]:
-    """Softmax weights of queries that belong to the last tokens of `keys`, in fp32."""
-    n_heads, n_tokens = keys.shape[1:3]
-    n_rows = queries.shape[2]
-    rows = queries.float().unflatten(1, (n_heads, -1)).flatten(2, 3) * scale
-    scores = (rows @ keys.float().mT).unflatten(2, (-1, n_rows)).flatten(1, 2)
-    hidden = torch.ones(n_rows, n_tokens, dtype=torch.bool, device=keys.device)
-    hidden = hidden.triu(n_tokens - n_rows + 1)
-    return scores.masked_fill(hidden, -math.inf).softmax(-1)
+    groups, n_queries = queries.shape[1] // n_heads, queries.shape[2]
+    most = min(block or BLOCK, n_queries)
+    columns = keys.float().flatten(0, 1).mT
+    scratch = columns.new_empty(2, batch * n_heads * groups * most * n_tokens)
+    for start in range(0, n_queries, most):
+        rows = queries[:, :, start : start + most].float() * scale
+        n_rows = rows.shape[2]
+        visible = n_tokens - n_queries + start + n_rows
+        shape = (batch * n_heads, groups * n_rows, visible)
+        scores, weights = (x[: math.prod(shape)].view(shape) for x in scratch)
+        torch.bmm(rows.reshape(shape[0], shape[1], -1), columns[..., :visible], out=scores)
+        hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)
+        scores.unflatten(1, (groups, n_rows))[..., -n_rows:].masked_fill_(hidden, -math.inf)
+        torch.softmax(scores, -1, out=weights)
+        yield weights.view(batch, n_heads, groups, n_rows, visible)
 
 
 def over_groups(

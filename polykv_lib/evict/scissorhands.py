@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polykv_lib.evict.attention import over_groups, window_weights
+from polykv_lib.evict.attention import weight_blocks
 from polykv_lib.evict.base import Protected, check_counts, queries_of
 from polykv_lib.evict.tallies import extended, running
 from polykv_lib.kv import LayerKV, Scores
@@ -21,17 +21,18 @@ class Unimportance:
 
     def after(self, layer: LayerKV, before: Scores | None) -> Scores:
         """Counts of the new queries, averaged over a KV head's query heads, on the faded ones."""
-        weights = window_weights(
-            queries_of(layer, self), layer.keys, layer.softmax_scale, self.window
-        )
-        n_rows, n_tokens = weights.shape[2:]
-        visible = torch.arange(n_tokens - n_rows + 1, n_tokens + 1, device=weights.device)[:, None]
-        seen = torch.arange(n_tokens, device=weights.device) < visible
-        low = ((weights < 1 / visible) & seen).sum(2).float()
-        counts = over_groups(low, layer.keys.shape[1])
+        queries = queries_of(layer, self)[:, :, -self.window :]
+        counts = torch.zeros(layer.keys.shape[:3], device=layer.keys.device)
+        for weights in weight_blocks(queries, layer.keys, layer.softmax_scale):
+            n_rows, n_tokens = weights.shape[-2:]
+            visible = torch.arange(n_tokens - n_rows + 1, n_tokens + 1, device=weights.device)
+            low = (weights < 1 / visible[:, None]).float()
+            low[..., -n_rows:].tril_()  # a token that a query does not see is not counted
+            counts[..., :n_tokens] += low.flatten(2, 3).sum(2)
+        counts *= layer.keys.shape[1] / queries.shape[1]
         if before is None:
             return counts
-        return counts + extended(before, counts) * (1 - 1 / self.window) ** n_rows
+        return counts + extended(before, counts) * (1 - 1 / self.window) ** queries.shape[2]
 
 
 @dataclass(frozen=True, kw_only=True)
