@@ -35,7 +35,6 @@ def column_sums(queries: Queries, keys: Keys, scale: float) -> Scores:
     return sums * (n_heads / queries.shape[1])
 
 
-@torch.no_grad()
 def weight_blocks(
     queries: Queries, keys: Keys, scale: float, block: int | None = None
 ) -> Iterator[Weights]:
@@ -46,10 +45,10 @@ def weight_blocks(
     batch, n_heads, n_tokens, _ = keys.shape
     groups, n_queries = queries.shape[1] // n_heads, queries.shape[2]
     most = min(block or BLOCK, n_queries)
-    columns = keys.float().flatten(0, 1).mT
+    columns = keys.detach().float().flatten(0, 1).mT
     scratch = columns.new_empty(2, batch * n_heads * groups * most * n_tokens)
     for start in range(0, n_queries, most):
-        rows = queries[:, :, start : start + most].float() * scale
+        rows = queries[:, :, start : start + most].detach().float() * scale
         n_rows = rows.shape[2]
         visible = n_tokens - n_queries + start + n_rows
         shape = (batch * n_heads, groups * n_rows, visible)

@@ -2,6 +2,10 @@
 
 A policy sees one layer's observation (keys, values, queries after RoPE), never a model. Scores are
 for each KV head; query heads that share one are averaged, unless the policy says otherwise.
+
+A plan's prefill phase applies a policy once, to the whole prompt (or to each chunk of it); its
+decode phase applies one after every later forward, to the tokens held and the new ones, of which
+the new ones have queries.
 """
 
 from collections.abc import Iterator, Sequence

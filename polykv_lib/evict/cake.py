@@ -14,10 +14,10 @@ from polykv_lib.kv import LayerKV, Scores
 class CAKE:
     """Keeps the last `window` tokens, and those with the highest mean + gamma * variance.
 
-    Mean and variance run over the window's queries; their sum is smoothed over `kernel` tokens and
-    averaged over the query heads of a KV head. A document no longer than the window keeps its
-    newest tokens. While generating, one new query has no variance: its smoothed attention is the
-    score, as in the authors' code.
+    At prefill, mean and variance run over the window's queries; their sum is smoothed over `kernel`
+    tokens and averaged over the query heads of a KV head. A prompt no longer than the window keeps
+    its newest tokens. While generating, one new query has no variance: its smoothed attention is
+    the score, as in the authors' code.
 
     `preference` is the layer's share of the total budget. tau1 and tau2 depend on the model; the
     authors list them for budgets of 128 and 1,024 and use 1 elsewhere. Departure: a plan fixes the

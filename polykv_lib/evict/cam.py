@@ -21,10 +21,15 @@ class CAM:
     with the probability attention(token) / mean attention(those that follow), at most 1. Attention
     is the newest query's, averaged over the query heads of a KV head. Keys do not change.
 
+    While generating, a step evicts the tokens that leave the recent part and merges them. At
+    prefill, where the authors' cache only masks, all tokens between the two parts leave at once;
+    what would go to a follower that leaves too is lost, so only the last of them are merged.
+
     `start` is the first tokens' share of the budget (the authors give start and recent the same).
-    Departures: what would go to a follower that is evicted in the same step is lost, so at prefill
-    only the last evicted tokens are merged; one random number a token (from `seed` and its
-    position) serves all heads.
+    The authors' programs differ: attention is the newest query's or summed over the steps, the mean
+    that of the followers or of the whole recent part, `merged` 32, 16 or the whole recent part;
+    here the newest query's, over the followers. Departure: one random number a token (from `seed`
+    and its position) serves all heads.
     """
 
     start: float = 0.5

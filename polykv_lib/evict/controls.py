@@ -10,7 +10,7 @@ from polykv_lib.kv import LayerKV, Scores
 
 @dataclass(frozen=True, kw_only=True)
 class FullKV:
-    """Keeps every token of its layer, whatever the budget."""
+    """Keeps every token of its layer, whatever the budget, at prefill and while generating."""
 
     def score(self, layer: LayerKV) -> Scores:
         """The same for every token."""
@@ -39,7 +39,10 @@ class Random:
 
 @dataclass(frozen=True, kw_only=True)
 class Guarded:
-    """Another policy with the first and last tokens protected, which every policy profits from."""
+    """Another policy with the first and last tokens protected, which every policy profits from.
+
+    At prefill and while generating the other policy scores as it does alone.
+    """
 
     policy: EvictionPolicy
     first: int = 4

@@ -21,9 +21,15 @@ class D2O:
     the newest mean. A kept key or value becomes (e x + sum exp(u_i) x_i) / (e + sum exp(u_i)),
     so a token counts by its cosine, the kept one by its cosine with itself.
 
+    At prefill the sums are those of all the prompt's queries and the whole excess merges at once;
+    while generating, each step adds to the sums, evicts what exceeds the budget and merges it.
+
     Departures: merging starts at the prefill, where the plan evicts, not at the first new token;
     each layer's budget is the plan's, where the authors derive it from the variance of attention
-    and exempt the first two layers and the last.
+    and exempt the first two layers and the last. Each KV head has a threshold and nearest tokens of
+    its own (sums averaged over its query heads); in the authors' code one threshold serves a layer,
+    and the n-th evicted token of all heads merges or none does. That code also weighs by u itself
+    and divides by a count, (x + sum u_i x_i) / (1 + n), where the paper has exponentials.
     """
 
     recent: float = 0.5

@@ -10,13 +10,15 @@ from polykv_lib.kv import LayerKV, Scores
 class ExpectedAttention:
     """Keeps the tokens to which Gaussian queries attend most, weighted by their values' norms.
 
-    E[exp(s q.k)] = exp(s mu.k + s^2 k.Sigma.k / 2); mean and variance of q.k are those over the
-    newest `window` queries. The first `n_sink` tokens are kept.
+    E[exp(s q.k)] = exp(s mu.k + s^2 k.Sigma.k / 2). At prefill, mean and variance of q.k are those
+    over the prompt's newest `window` queries; while generating, over the new queries alone, of
+    which a single one has no variance. Weights of query heads that share a KV head are averaged.
+    The first `n_sink` tokens are kept.
 
-    Departure: the queries are taken as observed, each rotated to its own position. The authors
-    estimate mu and Sigma before RoPE and average the rotation over the next 512 positions, for
-    which a policy would have to know the model. While generating, the new queries alone count; a
-    single one has no variance.
+    Departures: the queries are taken as observed, each rotated to its own position. The authors
+    estimate mu and Sigma from all queries but the first 4, before RoPE, and average the rotation
+    over the next 512 positions, for which a policy would have to know the model. The sinks take
+    part in the softmax; the authors leave them out of it.
     """
 
     window: int = 256

@@ -11,8 +11,11 @@ from polykv_lib.kv import LayerKV, Scores
 class H2O:
     """Keeps the tokens that received most attention from all queries, and the most recent ones.
 
-    `recent` is the recent part's share of the budget (the authors give both parts the same size).
-    Departure: scores of query heads that share a KV head are averaged (the authors' models do not).
+    At prefill all of the prompt's queries are summed over. While generating, each step adds its own
+    queries' attention to the sums of the tokens still held, then evicts, as the authors' code that
+    really drops does. `recent` is the recent part's share of the budget (the authors give both
+    parts the same size). Departure: sums of query heads that share a KV head are averaged (in the
+    authors' models none share).
     """
 
     recent: float = 0.5

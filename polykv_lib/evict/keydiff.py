@@ -12,7 +12,8 @@ from polykv_lib.kv import LayerKV, Scores
 class KeyDiff:
     """Keeps the keys least similar to the mean of the normalised keys; needs no attention.
 
-    Departure: over the whole document at once; the paper works block by block.
+    At prefill the mean is that of the whole prompt (the paper works block by block); while
+    generating, that of the keys held at each step. Each KV head by itself.
     """
 
     def score(self, layer: LayerKV) -> Scores:

@@ -13,10 +13,12 @@ from polykv_lib.kv import LayerKV, Scores
 class KVPress:
     """Ranks tokens by a kvpress `ScorerPress` that needs keys, values and attention weights only.
 
-    Such are its SnapKV, TOVA, StreamingLLM, KeyDiff, Knorm, LagKV, Random and ObservedAttention.
-    The press's compression_ratio matters where its score depends on it, as StreamingLLM's does; the
-    plan's budget decides how many tokens are kept. The whole attention matrix is computed for one
-    layer at a time. Such a policy can not be saved in a plan.
+    Such are its SnapKV, TOVA, StreamingLLM, KeyDiff, Knorm, LagKV, Random and ObservedAttention. At
+    prefill and while generating the press scores what the layer holds, by the attention of the
+    queries at hand; query heads that share a KV head are its own matter. The press's
+    compression_ratio matters where its score depends on it, as StreamingLLM's
+    does; the plan's budget decides how many tokens are kept. The whole attention matrix is computed
+    for one layer at a time. Such a policy can not be saved in a plan.
     """
 
     press: Any

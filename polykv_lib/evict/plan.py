@@ -23,6 +23,7 @@ from polykv_lib.evict.scissorhands import Scissorhands
 from polykv_lib.evict.snapkv import SnapKV
 from polykv_lib.evict.streaming_llm import StreamingLLM
 from polykv_lib.evict.tova import TOVA
+from polykv_lib.evict.yaml_file import read_yaml
 from polykv_lib.kv import KeptTokens, LayerKV
 
 SCHEMA: Final = 1
@@ -140,12 +141,10 @@ class Plan:
         """Read a plan that `save` wrote or a person edited.
 
         Raises:
-            ValueError: not YAML, a newer schema, an unknown policy or argument, or a bad budget.
+            ValueError: not YAML, a key that stands twice, a newer schema, an unknown policy or
+                argument, or a bad budget.
         """
-        try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        content = read_yaml(path)
         if not isinstance(content, dict) or not isinstance(content.get("prefill"), list):
             raise ValueError(
                 f"{path} is no plan: it needs `prefill:`, a list with an entry a layer."

@@ -18,7 +18,9 @@ def pyramidkv(
 ) -> Plan:
     """A plan of mean `budget` tokens a layer: the window everywhere, the rest in a pyramid.
 
-    Departures: the total is exact (`budgets.pyramid`); a document shorter than twice the mean keeps
+    At prefill and while generating the policy is `SnapKV`, the pyramid lies in the budgets; the
+    authors do not evict while generating (`Plan.decoding` adds a phase). Departures: the total is
+    exact (`budgets.pyramid`); a document shorter than twice the mean keeps
     the pyramid, where the authors fall back to equal budgets without saying so.
 
     Raises:

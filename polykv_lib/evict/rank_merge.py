@@ -10,7 +10,10 @@ from polykv_lib.kv import LayerKV, Scores
 
 @dataclass(frozen=True, kw_only=True)
 class RankMerge:
-    """Round-robin merge of two rankings: about half of the budget from each, no token twice."""
+    """Round-robin merge of two rankings: about half of the budget from each, no token twice.
+
+    At prefill and while generating each policy ranks as it does alone; each KV head by itself.
+    """
 
     first: EvictionPolicy
     second: EvictionPolicy

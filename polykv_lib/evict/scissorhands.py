@@ -39,9 +39,14 @@ class Unimportance:
 class Scissorhands:
     """Drops the tokens that most queries of the history window found unimportant (Algorithm 2).
 
-    The newest `recent` tokens are kept. Departures: the authors drop half of a full cache at once,
-    here every step drops what exceeds the budget; counts of query heads that share a KV head are
-    averaged; while generating, old counts fade (`Unimportance`).
+    A query finds a token unimportant that gets less than 1 / t of its attention, t the number of
+    tokens that it sees. The newest `recent` tokens are kept. At prefill, the window is the last
+    `window` queries of the prompt; while generating, each step adds its own queries' counts.
+
+    Departures: when a cache is full the authors drop half of it at once (a drop amount of 0.5 of
+    the budget), here every step drops what exceeds the budget; counts of query heads that share a
+    KV head are averaged; while generating, old counts fade (`Unimportance`) where the authors count
+    the last `window` queries anew.
     """
 
     window: int = 400

@@ -15,10 +15,15 @@ from polykv_lib.kv import LayerKV, Scores
 class SnapKV:
     """Keeps the last `window` tokens, and those that their queries attended to most.
 
-    Attention is averaged over the window (the authors sum, the ranking is the same), smoothed over
-    `kernel` neighbouring tokens, and averaged over the query heads of a KV head (the authors score
-    every query head, which multiplies the cache). A document no longer than the window keeps its
-    newest tokens. The authors' window is 32 or 64; 8 in the KVCache-Factory port.
+    At prefill the queries of the prompt's last `window` tokens are averaged over (the authors sum,
+    the ranking is the same); their attention is smoothed over `kernel` neighbouring tokens, and
+    averaged over the query heads of a KV head (the authors score every query head, which multiplies
+    the cache). A prompt no longer than the window keeps its newest tokens. The authors' window is
+    32 or 64; 8 in the KVCache-Factory port.
+
+    While generating, which the authors leave to a growing cache, the queries of the newest forward
+    take the place of the window's: each step scores by its own attention, and the last `window`
+    tokens stay.
     """
 
     window: int = 32

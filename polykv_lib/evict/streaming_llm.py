@@ -12,7 +12,8 @@ from polykv_lib.kv import LayerKV, Scores
 class StreamingLLM:
     """Keeps the first `n_sink` tokens and as many of the newest as the budget holds.
 
-    Departure: kept keys stay at their original positions; the paper renumbers them by cache slot.
+    At prefill and while generating alike; all KV heads keep the same tokens. Departure: kept keys
+    stay at their original positions, where the paper renumbers them by cache slot.
     """
 
     n_sink: int = 4

@@ -11,8 +11,10 @@ from polykv_lib.kv import LayerKV, Scores
 class TOVA:
     """Keeps the tokens that the last query weighs most, by the mean over all query heads.
 
-    Every KV head keeps the same tokens. The newest token is kept in any case (as kvpress does; the
-    authors leave it to its score).
+    At prefill the prompt's last query decides; while generating, the newest one at every step. All
+    KV heads keep the same tokens as long as they hold the same; heads that hold different ones
+    (other budgets or policies before) go by the mean over their own query heads. The newest token
+    is kept in any case (as kvpress does; the authors leave it to its score).
     """
 
     def score(self, layer: LayerKV) -> Scores:

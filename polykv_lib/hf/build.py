@@ -17,6 +17,7 @@ from polykv_lib.hf.checks import (
     check_geometry,
     check_length,
     check_owner,
+    check_plan,
     check_prepared,
 )
 from polykv_lib.hf.evicting import EvictingCache, evicting_prefill
@@ -24,7 +25,7 @@ from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observe
 from polykv_lib.kv import KeptTokens, LayerKV
 from polykv_lib.pool import SharedKVPool, freeze, load
-from polykv_lib.quantize import FullPrecision, Quantizer
+from polykv_lib.quantize import FullPrecision, Quantizer, check_codec
 
 Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
 
@@ -55,7 +56,12 @@ def build_pool(
         n_sink: first tokens held in full precision, where the plan keeps them.
         plan: what each layer keeps; None keeps everything. No question is visible to it.
         tokenizer: if given, its fingerprint is stored with the pool.
+
+    Raises:
+        ValueError: no codec, no plan or another model's, or ids that `read_document` refuses.
     """
+    check_codec(keys, "keys")
+    check_codec(values, "values")
     kept = None
     if plan is None:
         layers = read_document(model, document_ids)
@@ -95,6 +101,7 @@ def prefill(
         chunk: tokens to prefill at a time; the policies evict after each chunk.
     """
     check_prepared(model)
+    check_plan(plan)
     if plan.decode is None and attention_mask is None and chunk is None and ids.shape[0] == 1:
         lossless = FullPrecision()
         cache: AgentCache = build_pool(
@@ -164,6 +171,7 @@ def evict_document(
     check_document(model, document_ids)
     config = model.config.get_text_config()
     for plan in plans:
+        check_plan(plan)
         plan.check(config.num_hidden_layers, config.num_key_value_heads)
     layers, seen = observe(
         model, document_ids, lambda i, layer: [plan.layers[i].evict(layer) for plan in plans]

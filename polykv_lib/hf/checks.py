@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from polykv_lib.evict import Plan
 from polykv_lib.hf import compat
 from polykv_lib.hf.attention import NAME
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
@@ -39,6 +40,12 @@ def check_document(model: PreTrainedModel, ids: Tensor) -> None:
             "tokenise the text with this model's tokenizer."
         )
     check_length(model, ids.shape[1], "the document")
+
+
+def check_plan(plan: object) -> None:
+    """Refuse what is no plan."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan={plan!r}; pass a Plan. Plan.load(path) reads one from a file.")
 
 
 def check_length(model: PreTrainedModel, n_tokens: int, what: str) -> None:

@@ -80,10 +80,14 @@ def ask(
     document of bare tokens it forms a turn of its own.
 
     Raises:
-        ValueError: no question, an empty one, or one too long for the model's positions.
+        ValueError: no question, one that is empty or no text, or one too long for the model's
+            positions.
     """
     if isinstance(questions, str) or not questions:
         raise ValueError(f"questions={questions!r}; pass a list of strings, one for each agent.")
+    for i, question in enumerate(questions):
+        if not isinstance(question, str):
+            raise ValueError(f"question {i} is {question!r}; pass a string.")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}; an answer has at least one token.")
     check_owner(pool, "the pool", model, tokenizer)

@@ -7,7 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polykv_lib.quantize.base import Quantized, check_input, decode, to_half
+from polykv_lib.quantize.base import (
+    Quantized,
+    check_finite,
+    check_input,
+    decode,
+    in_range,
+    to_half,
+)
 from polykv_lib.quantize.packing import pack, unpack
 
 
@@ -42,6 +49,7 @@ class Affine:
         check_input(x, self)
         x32 = x.detach().float()
         low, high = self._extremes(x32)
+        check_finite(torch.stack((low, high)), self)
         both, unit = to_half(torch.stack(((high - low) / (2**self.bits - 1), low)))
         scale, zero = both
         step = self._spread(scale.float() * unit, x32)
@@ -86,7 +94,7 @@ class Affine:
         rest.mul_(self._spread(step, rest, first + cut)).add_(
             self._spread(offset, rest, first + cut)
         )
-        return x.to(dtype)
+        return in_range(x, dtype)
 
     def gains(self, q: Quantized, start: int, stop: int) -> None:
         """None: levels are the values."""

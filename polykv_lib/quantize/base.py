@@ -84,7 +84,14 @@ def decode(codec: Quantizer, q: Quantized) -> Float[Tensor, "*batch token dim"]:
     gains = codec.gains(q, 0, n_tokens)
     if gains is not None:
         x = x * gains.unsqueeze(-1)
-    return codec.from_levels(q, x).to(q.dtype)
+    return in_range(codec.from_levels(q, x), q.dtype)
+
+
+def in_range(x: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any"]:
+    """Numbers in a dtype; what rounds past the largest fp16 number is that number, not infinity."""
+    if dtype is torch.float16:
+        x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return x.to(dtype)
 
 
 def to_half(x: Float[Tensor, "*any"]) -> tuple[Float[Tensor, "*any"], Float[Tensor, ""]]:
@@ -108,9 +115,39 @@ def check_input(x: Tensor, codec: Quantizer) -> None:
         )
 
 
+def check_finite(extremes: Tensor, codec: Quantizer) -> None:
+    """Refuse a tensor whose largest numbers, group by group, are infinite or NaN.
+
+    Raises:
+        ValueError: one such number would spoil every code that shares its scale.
+    """
+    if not extremes.isfinite().all():
+        raise ValueError(
+            f"{codec} got a tensor with infinite or NaN numbers, which have no code. If the model "
+            "runs in float16, load it in bfloat16 or float32; or use FullPrecision, which stores "
+            "any number."
+        )
+
+
+def check_codec(codec: object, name: str) -> None:
+    """Refuse what is no codec.
+
+    Raises:
+        ValueError: names the argument and what was given.
+    """
+    if isinstance(codec, type) or not isinstance(codec, Quantizer):
+        raise ValueError(
+            f"{name}={codec!r}; pass a codec, such as pk.Int8() or pk.TurboQuant(bits=3). "
+            "polykv_lib.presets.codec('polykv') gives both by name."
+        )
+
+
 @dataclass(frozen=True)
 class FullPrecision:
-    """Stores the tensor as it is: the baseline that every other codec is measured against."""
+    """Stores the tensor as it is: the baseline that every other codec is measured against.
+
+    Infinite and NaN numbers are stored too; every other codec refuses them.
+    """
 
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
         """A contiguous copy, at its own bits a number."""

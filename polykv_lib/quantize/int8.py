@@ -7,7 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polykv_lib.quantize.base import Quantized, check_input, decode, to_half
+from polykv_lib.quantize.base import (
+    Quantized,
+    check_finite,
+    check_input,
+    decode,
+    in_range,
+    to_half,
+)
 
 BLOCK = 32  # numbers that share a scale in llama.cpp's q8_0
 
@@ -39,6 +46,7 @@ class Int8:
         x32 = self._grouped(x.detach().float())
         axes = {"tensor": tuple(range(x32.dim())), "channel": (-2,)}.get(self.scale, (-1,))
         largest = _largest(x32, axes)
+        check_finite(largest, self)
         scale, unit = largest / 127, None
         if self.scale in ("token", "block"):
             scale, unit = to_half(scale)
@@ -63,7 +71,7 @@ class Int8:
         assert q.scale is not None
         assert q.unit is not None
         scale = q.scale[..., start:stop, :, :].float() * q.unit
-        return (self._grouped(codes.float()) * scale).view(codes.shape).to(dtype)
+        return in_range((self._grouped(codes.float()) * scale).view(codes.shape), dtype)
 
     def gains(self, q: Quantized, start: int, stop: int) -> Float[Tensor, "*batch token"] | None:
         """The scale of each token, with scale="token"."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polykv_lib.quantize.base import Quantized, check_input, decode, to_half
+from polykv_lib.quantize.base import Quantized, check_finite, check_input, decode, to_half
 from polykv_lib.quantize.codebooks import nearest_code, stored_levels
 from polykv_lib.quantize.packing import look_up, pack, word_table
 from polykv_lib.quantize.rotations import RotationName, rotation
@@ -51,6 +51,7 @@ class TurboQuant:
         dim = x32.shape[-1]
         # Two steps, so that neither a tiny nor a huge vector leaves the range of fp32 when squared.
         largest = x32.abs().amax(-1, keepdim=True)
+        check_finite(largest, self)
         x32 = x32 / torch.where(largest == 0, 1.0, largest)
         norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
         unit_vectors = x32 / torch.where(norm == 0, 1.0, norm)

@@ -1,5 +1,7 @@
 """What can not work says so in one sentence, before any compute."""
 
+import inspect
+
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
@@ -25,6 +27,26 @@ PAPER = {"keys": pk.Int8("tensor"), "values": pk.TurboQuant(3, "plain")}
 def test_bad_documents(llama, ids, message):
     with pytest.raises(ValueError, match=message):
         pk.build_pool(llama, ids, **PAPER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keys": "int8"}, r"keys='int8'; pass a codec, such as pk.Int8\(\) or pk.TurboQuant"),
+        ({"values": pk.Int8}, r"values=<class .*Int8'>; pass a codec"),
+        ({"values": None}, "values=None; pass a codec"),
+    ],
+)
+def test_codecs_are_objects(llama, tokens, arguments, message):
+    unchecked = inspect.unwrap(pk.build_pool)  # types are checked in tests only
+    with pytest.raises(ValueError, match=message):
+        unchecked(llama, tokens(1, 8), **{**PAPER, **arguments})
+
+
+def test_a_plan_is_no_path(llama, tokens):
+    unchecked = inspect.unwrap(pk.prefill)
+    with pytest.raises(ValueError, match=r"plan='plan.yaml'; pass a Plan. Plan.load\(path\) reads"):
+        unchecked(llama, tokens(1, 8), "plan.yaml")
 
 
 def test_a_model_that_was_not_prepared(llama, tokens):

@@ -132,6 +132,11 @@ def test_totals_count_every_head():
         ("prefill: [{policy: SnapKV}]", "an entry needs `policy` and `budget`"),
         ("layers: []", "it needs `prefill:`, a list with an entry a layer"),
         ("prefill: [", "is not YAML"),
+        (
+            "prefill:\n- {policy: H2O, budget: 3}\n- {policy: H2O, budget: 3, budget: 4}",
+            "plan.yaml, line 3: `budget` stands twice in one entry; keep one of them",
+        ),
+        ("prefill: []\nprefill: []", "line 2: `prefill` stands twice"),
         ("schema: 2\nprefill: []", "has schema 2, this version reads 1"),
     ],
 )

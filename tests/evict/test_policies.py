@@ -52,12 +52,34 @@ def dense_attention(layer: LayerKV) -> torch.Tensor:
     return scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf).softmax(-1)
 
 
-@pytest.mark.parametrize("block", [7, 256])
-def test_h2o_sums_whole_columns_without_the_matrix(monkeypatch, block):
+@pytest.mark.parametrize("block", [7, 64])
+@pytest.mark.parametrize("n_queries", [40, 13, 1])
+def test_h2o_sums_whole_columns_without_the_matrix(monkeypatch, block, n_queries):
+    """Of all queries, at prefill, or of the newest alone; also where the model keeps gradients."""
     monkeypatch.setattr(attention, "BLOCK", block)
-    layer = observation()
-    want = dense_attention(layer).sum(2).mean(1).float()
-    torch.testing.assert_close(H2O().score(layer)[0], want)
+    whole = observation()
+    queries = whole.queries[:, :, -n_queries:].clone().requires_grad_()
+    layer = LayerKV(keys=whole.keys, values=whole.values, queries=queries)
+    rows = dense_attention(whole)[:, :, -n_queries:]
+    want = rows.sum(2).mean(1).float()
+    torch.testing.assert_close(H2O().score(layer)[0], want, atol=1e-5, rtol=0.0)
+    assert (rows.sum(2).amax(1).float() - want).abs().max() > 1e-3  # not the maximum over heads
+
+
+def test_columns_of_a_batch_in_half_precision():
+    """Rows of a batch do not mix, and bf16 keys and queries are summed in fp32."""
+    layers = [observation(200, seed=s) for s in (0, 1)]
+    keys, queries = (
+        torch.cat([getattr(layer, name) for layer in layers]).bfloat16()
+        for name in ("keys", "queries")
+    )
+    sums = attention.column_sums(queries, keys, 0.25)
+    for row in range(2):
+        alone = LayerKV(
+            keys=keys[row : row + 1], values=layers[0].values, queries=queries[row : row + 1]
+        )
+        want = dense_attention(alone).sum(2).mean(1).float()
+        torch.testing.assert_close(sums[row], want, atol=1e-4, rtol=1e-5)
 
 
 def test_tova_is_the_last_row_over_all_heads():
@@ -125,6 +147,13 @@ def test_exactly_the_budget_is_kept_in_the_order_of_time(
     for tokens_kept, wanted in zip(kept, (budget, max(1, budget // 2)), strict=True):
         assert len(tokens_kept) == min(wanted, tokens)
         assert (tokens_kept.diff() > 0).all()
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if not isinstance(p, Random)], ids=str)
+def test_every_policy_says_what_it_does_in_both_phases(policy: EvictionPolicy):
+    text = " ".join((type(policy).__doc__ or "").split())
+    assert "prefill" in text
+    assert "enerating" in text
 
 
 @EACH

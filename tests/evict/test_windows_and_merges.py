@@ -1,6 +1,7 @@
 """CAKE, Scissorhands, expected attention and PyramidKV by their equations; CaM and D2O by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from polykv_lib.evict import (
     RankMerge,
     Scissorhands,
     SnapKV,
+    attention,
     keep,
     merger_of,
     pyramidkv,
@@ -70,7 +72,9 @@ def test_cakes_preference_is_dispersion_times_shift():
     assert CAKE(window=window).preference(flat) < CAKE(window=window).preference(layer)
 
 
-def test_scissorhands_counts_queries_that_gave_less_than_an_equal_share():
+@pytest.mark.parametrize("block", [3, 64])
+def test_scissorhands_counts_queries_that_gave_less_than_an_equal_share(monkeypatch, block):
+    monkeypatch.setattr(attention, "BLOCK", block)
     layer, window = observation(), 7
     weights = dense_attention(layer)
     want = torch.zeros(HEADS, TOKENS)
@@ -81,6 +85,20 @@ def test_scissorhands_counts_queries_that_gave_less_than_an_equal_share():
     assert_close(Scissorhands(window=window).score(layer)[0], want)
     [kept, _] = keep(Scissorhands(window=window, recent=4), layer, (10, 10))
     assert kept.tolist()[-4:] == [36, 37, 38, 39]
+
+
+def test_scissorhands_by_hand():
+    """Two query heads share the keys; the query of token 2 sees three tokens, that of token 3 four.
+
+    Attention in proportion to 4, 1, 1, 2: of three tokens 4/6, 1/6, 1/6 against a share of 1/3, of
+    four 4/8, 1/8, 1/8, 2/8 against 1/4, which token 3 gets and so is not counted. The second head
+    has a flat attention, which gives nobody less than an equal share.
+    """
+    layer = cam_layer([4.0, 1, 1, 2])
+    steep = torch.full((1, 1, 2, 2), 0.5)
+    both = replace(layer, queries=torch.cat([steep, torch.zeros_like(steep)], 1))
+    assert Scissorhands(window=2).score(both)[0, 0].tolist() == [0, -1, -1, 0]
+    assert Scissorhands(window=1).score(both)[0, 0].tolist() == [0, -0.5, -0.5, 0]
 
 
 def test_scissorhands_counts_fade():
@@ -177,6 +195,28 @@ def test_cam_hands_a_leaving_value_on_to_the_next_ones():
     merged = policy.merge(layer, kept[0][None, None])
     assert merged.values[0, 0, :, 0].tolist() == pytest.approx([1, 2, 5 + 3 / 2 + 4 / 2, 6 + 4 / 2])
     assert torch.equal(merged.keys[0, 0], layer.keys[0, 0, kept[0]])
+
+
+def test_cam_step_by_step():
+    """Budget 3 keeps token 0 and two recent ones; each step the older of these leaves.
+
+    Token 1 leaves with the attention of its followers or more: half of its value, 2, reaches 2 and
+    3. Then token 2 leaves with what it has, 3 + 1, and half of that reaches 3 and 4.
+    """
+    policy, [group] = CAM(start=0.34, merged=2), [Group(heads=(0,), budget=3)]
+    layer = cam_layer([1.0, 4, 4, 2, 2])
+    held = None
+    for start, stop in ((0, 3), (3, 4), (4, 5)):
+        new = LayerKV(
+            keys=layer.keys[:, :, start:stop],
+            values=layer.values[:, :, start:stop],
+            queries=torch.full((1, 1, stop - start, 2), 0.5),
+            scale=1.0,
+            positions=torch.arange(start, stop)[None, None],
+        )
+        [held] = step(policy, new if held is None else append(held, new), [group], set())
+    assert held.positions[0, 0].tolist() == [0, 3, 4]
+    assert held.values[0, 0, :, 0].tolist() == pytest.approx([1, 4 + 2 / 2 + 4 / 2, 5 + 4 / 2])
 
 
 def test_cam_draws_by_the_ratio_of_attention():

@@ -1,5 +1,7 @@
 """Questions to a pool, with the embedded model: the conversation is well formed and errors are plain."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -73,12 +75,14 @@ def test_a_tokenizer_without_a_chat_template(loaded, monkeypatch):
         ([], r"questions=\[\]; pass a list of strings"),
         ("Who?", r"questions='Who\?'; pass a list"),
         (["Who?", " "], "a question is empty"),
+        (["Who?", None], "question 1 is None; pass a string"),
         (["Who?", "why " * 9000], r"question 1 and its answer has \d+ tokens, but the model has 8192"),
     ],
 )  # fmt: skip
 def test_bad_questions(loaded, pool, questions, message):
+    unchecked = inspect.unwrap(pk.ask)  # types are checked in tests only
     with pytest.raises(ValueError, match=message):
-        pk.ask(*loaded, pool, questions)
+        unchecked(*loaded, pool, questions)
 
 
 def test_another_models_pool_and_an_answer_of_no_tokens(loaded, pool):

@@ -187,3 +187,31 @@ def unchecked(family: type, **fields: object) -> object:
 def test_bad_arguments_say_what_to_do(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@EACH
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_numbers_of_fp16_come_back_finite(codec, sign):
+    x = torch.full((1, 2, 8, 64), sign * 65504.0, dtype=torch.float16)
+    q = codec.quantize(x)
+    assert codec.dequantize(q).isfinite().all()
+    levels = codec.levels(q, 2, 5, torch.float16)
+    assert levels.isfinite().all()
+    if not isinstance(codec, TurboQuant):  # a constant becomes one spike there, clipped by 3 bits
+        assert (codec.dequantize(q).float() / x.float() - 1).abs().max() < 0.01
+
+
+@EACH
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_without_a_code_are_refused(codec, number):
+    x = draw(1, 2, 8, 64)
+    x[0, 1, 3, 5] = number
+    if codec == FullPrecision():
+        assert_equal_with_nan(codec.dequantize(codec.quantize(x)), x)
+        return
+    with pytest.raises(ValueError, match="got a tensor with infinite or NaN numbers"):
+        codec.quantize(x)
+
+
+def assert_equal_with_nan(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0.0, atol=0.0, equal_nan=True)
