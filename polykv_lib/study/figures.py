@@ -128,7 +128,7 @@ class Drawing:
     table: str
     width: float = COLUMN
     height: float = 2.9
-    each: tuple[str, ...] = ()  # one figure for each value of these columns
+    by: tuple[str, ...] = ()  # one figure for each value of these columns
 
 
 FIGURES = {
@@ -140,13 +140,11 @@ FIGURES = {
     "fidelity_vs_agents": Drawing(draw=fidelity_vs_agents, table="fidelity"),
     "decode_step": Drawing(draw=decode_step, table="decode_step"),
     "recovery_by_family": Drawing(
-        draw=eviction.recovery_by_family, table="recovery", width=TEXT, each=("suite", "question")
+        draw=eviction.recovery_by_family, table="recovery", width=TEXT, by=("suite", "question")
     ),
     "budget_sweep": Drawing(draw=eviction.budget_sweep, table="recovery"),
     "budget_sweep_gap": Drawing(draw=eviction.budget_sweep_gap, table="recovery"),
-    "plan_map": Drawing(
-        draw=eviction.plan_map, table="plan", width=TEXT, each=("suite", "question")
-    ),
+    "plan_map": Drawing(draw=eviction.plan_map, table="plan", width=TEXT, by=("suite", "question")),
 }
 
 
@@ -156,9 +154,7 @@ def write_all(
     formats: Sequence[str] = ("pdf", "png"),
     papers_root: Path | None = None,
 ) -> list[Path]:
-    """Draws every figure that has numbers, and `<out>/manifest.json`.
-
-    One file a profile, and for each suite and kind of question where these differ.
+    """Draws every figure that has numbers, one file a profile, and `<out>/manifest.json`.
 
     The manifest maps each figure to the records it was drawn from and a hash of their rows, so that
     a figure older than its results can be told.
@@ -193,10 +189,10 @@ def _drawings(numbers: pd.DataFrame) -> Iterator[tuple[str, Drawing, pd.DataFram
     """Each figure that has numbers: its name, how it is drawn, and from which lines."""
     for name, drawing in FIGURES.items():
         used = pick(numbers, table=drawing.table)
-        if not drawing.each and len(used):
+        if not drawing.by and len(used):
             yield name, drawing, used
-        elif drawing.each:
-            for values, part in used.groupby(list(drawing.each), sort=False):
+        elif drawing.by:
+            for values, part in used.groupby(list(drawing.by), sort=False):
                 yield "-".join([name, *map(str, values)]), drawing, part
 
 

@@ -185,6 +185,9 @@ def _budget(setting: dict[str, Any]) -> Iterator[Row]:
         yield _row("quality_bytes", "kl_nats", value, "nats", **at)
         yield _row("quality_bytes", "pool_bytes", 1e6, "B", **at)
         yield _row("quality_bytes", "memory_ratio", 4.0 if codec == "full" else 10.0, "x", **at)
+        if codec == "full":
+            yield _row("choice", "kl_nats", value + 0.1, "nats", method=method, role="contender",
+                       **setting)  # fmt: skip
         if method in ("paper-b", "gain-curve"):
             for layer in range(4):
                 budget = 140 if method == "paper-b" else (40, 440, 40, 40)[layer]

@@ -151,7 +151,7 @@ def test_files_are_the_same_bytes_each_time(
     written = [figures.write_all(synthetic_root, tmp_path / d, papers_root=papers) for d in "ab"]
     names = {file.name for file in written[0]}
     assert names == {
-        f"{name}{'-offline-hidden' if drawing.each else ''}-synthetic.{kind}"
+        f"{name}{'-offline-hidden' if drawing.by else ''}-synthetic.{kind}"
         for name, drawing in figures.FIGURES.items()
         for kind in ("pdf", "png")
     }
