@@ -1,9 +1,10 @@
 """What was measured over a few texts -> a plan; `hf.calibration` makes the passes over a model."""
 
+from polykv_lib.calibration.decoding import decoded_output
 from polykv_lib.calibration.items import EncodedItem
-from polykv_lib.calibration.measured import Measured, Measurements, from_json, to_json
+from polykv_lib.calibration.measured import Measured, Measurements, Phase, from_json, to_json
 from polykv_lib.calibration.recompute import compare, tail_output
-from polykv_lib.calibration.solve import Calibration, Recipe, signals, solve
+from polykv_lib.calibration.solve import Calibration, Recipe, both_phases, signals, solve
 from polykv_lib.calibration.validate import (
     PlanScore,
     by_family,
@@ -18,11 +19,14 @@ __all__ = [
     "EncodedItem",
     "Measured",
     "Measurements",
+    "Phase",
     "PlanScore",
     "Recipe",
+    "both_phases",
     "by_family",
     "choose",
     "compare",
+    "decoded_output",
     "from_json",
     "macro_kl",
     "regrets",

@@ -31,6 +31,12 @@ class EncodedItem:
         """What is fed after the context: the question, and the answer without its last token."""
         return self.question_ids + self.answer_ids[:-1]
 
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """What of the tail is fed at a time while generating: the question, then token by token."""
+        n_question, n_tail = len(self.question_ids), len(self.tail_ids)
+        return ((0, n_question), *((i, i + 1) for i in range(n_question, n_tail)))
+
     def question_visible(self) -> "EncodedItem":
         """The same item with its question read before the eviction, all but its last token."""
         return replace(

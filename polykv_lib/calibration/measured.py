@@ -7,7 +7,7 @@ curve, as fractions of the context).
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from jaxtyping import Float
@@ -15,18 +15,23 @@ from numpy import ndarray
 
 from polykv_lib.evict import EvictionPolicy
 
+Phase: TypeAlias = Literal["prefill", "decode"]
 ARRAYS = ("entropy", "cosine", "error", "head_error", "nll", "kl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One item. In every measurement one layer is evicted and all others are full."""
+    """One item. In every measurement one layer is evicted, in one phase, and all others are full.
+
+    In the decode phase cosine, errors and entropy are those of the answer's steps; the first answer
+    token is read before anything is evicted and counts in nll and kl.
+    """
 
     item: str
     family: str
     n_tokens: int  # of the context
     full_nll: float  # nats an answer token over the full cache
-    entropy: Float[ndarray, " layer"]  # nats, of the attention while the context is read
+    entropy: Float[ndarray, " layer"]  # nats, of the attention to all tokens
     cosine: Float[ndarray, "layer policy point"]  # of the layer's output
     error: Float[ndarray, "layer policy point"]  # relative, of the layer's output
     head_error: Float[ndarray, "layer head policy point"]  # one head evicted
@@ -42,6 +47,7 @@ class Measurements:
     fractions: tuple[float, ...]  # the points of the error curves, ascending, target among them
     target: float  # fraction of the context that a uniform plan would keep
     items: tuple[Measured, ...]
+    phase: Phase = "prefill"
 
     def mean(self, name: str) -> Float[ndarray, "..."]:
         """Mean inside each family, then over the families, so that no family outweighs another.

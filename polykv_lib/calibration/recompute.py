@@ -46,13 +46,18 @@ class Difference:
     cosine: float  # mean over the tail's tokens
 
 
-def compare(full: Parts, evicted: Parts) -> Difference:
-    """Errors and cosine of a layer's output, which is the sum of its KV heads' parts."""
-    change = full - evicted
-    whole = full.sum(0)
-    norm = whole.norm()
+def compare(
+    whole: Float[Tensor, "tail channel"], change: Float[Tensor, "head tail channel"]
+) -> Difference:
+    """Errors and cosine of a layer's output, which is the sum of its KV heads' parts.
+
+    Args:
+        whole: of the full cache.
+        change: full minus evicted, by the head whose eviction makes it.
+    """
+    norm, together = whole.norm(), change.sum(0)
     return Difference(
-        error=float(change.sum(0).norm() / norm),
+        error=float(together.norm() / norm),
         head_errors=tuple((change.flatten(1).norm(dim=1) / norm).tolist()),
-        cosine=float(functional.cosine_similarity(whole, evicted.sum(0), dim=-1).mean()),
+        cosine=float(functional.cosine_similarity(whole, whole - together, dim=-1).mean()),
     )

@@ -1,6 +1,6 @@
 """Measurements -> a plan: which policy each layer gets, and how many tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -9,7 +9,7 @@ from numpy import ndarray
 
 from polykv_lib.calibration.allocate import Budgets, Choice, Curve, Problem, opposite
 from polykv_lib.calibration.measured import Measurements
-from polykv_lib.evict import EvictionPolicy, LayerPlan, Plan
+from polykv_lib.evict import EvictionPolicy, FullKV, LayerPlan, Plan
 
 PatternSignal: TypeAlias = Literal["error", "cosine", "ppl"]
 BudgetSignal: TypeAlias = Literal["gain_curve", "curve", "entropy", "ppl", "uniform"]
@@ -66,7 +66,8 @@ def solve(
     Returns:
         A plan whose total is exactly that of a uniform plan with this budget. No unit gets fewer
         tokens than the floor (or than the policies protect, or than the mean, if that is less),
-        none more than the document has.
+        none more than the document has. What was measured while decoding gives the decode phase,
+        over a prefill that keeps everything; `both_phases` joins it to another prefill.
 
     Raises:
         ValueError: a budget of no token or more than the document, a signal that was not measured,
@@ -86,14 +87,22 @@ def solve(
         policy = measured.policies[index]
         per_head = recipe.level == "head"
         layers.append(LayerPlan(policy=policy, budget=tuple(own) if per_head else own[0]))
+    plan = Plan(layers=tuple(layers))
+    if measured.phase == "decode":
+        plan = replace(Plan.uniform(FullKV(), n_tokens, len(layers)), decode=plan.layers)
     return Calibration(
-        plan=Plan(layers=tuple(layers)),
+        plan=plan,
         recipe=recipe,
         n_tokens=n_tokens,
         signals=found,
         curves=curves,
         item_ids=tuple(item.item for item in measured.items),
     )
+
+
+def both_phases(prefill: Plan, decode: Plan) -> Plan:
+    """The prefill of one plan with the decode phase of another."""
+    return replace(prefill, decode=decode.decode)
 
 
 def signals(measured: Measurements) -> Signals:

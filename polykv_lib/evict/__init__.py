@@ -16,6 +16,7 @@ from polykv_lib.evict.scissorhands import Scissorhands
 from polykv_lib.evict.snapkv import SnapKV
 from polykv_lib.evict.streaming_llm import StreamingLLM
 from polykv_lib.evict.tallies import Tally, tallies_of
+from polykv_lib.evict.together import counted, evict_each
 from polykv_lib.evict.tova import TOVA
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "Tally",
+    "counted",
+    "evict_each",
     "keep",
     "kept_of",
     "merger_of",

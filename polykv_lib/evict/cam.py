@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
 from polykv_lib.evict.attention import over_groups, window_weights
 from polykv_lib.evict.base import KeptIndex, Protected, check_counts, check_shares, queries_of
+from polykv_lib.evict.chance import uniform
 from polykv_lib.evict.merging import at, evicted_of
 from polykv_lib.kv import LayerKV, Scores
 
@@ -60,7 +61,7 @@ class CAM:
         positions = layer.positions
         if positions is None:
             positions = torch.arange(n_tokens, device=kept.device).expand_as(attention)
-        draws = _uniform(positions, self.seed) < odds  # a token without followers: odds are nan
+        draws = uniform(positions, self.seed) < odds  # a token without followers: odds are nan
         distance = kept[..., :, None] - evicted[..., None, :]
         follows = (distance > 0) & (distance <= self.merged)
         share = (follows & draws.gather(-1, evicted)[..., None, :]).float() / self.merged
@@ -75,11 +76,3 @@ def _mean_of_next(x: Float[Tensor, "batch head token"], n: int) -> Tensor:
     places = torch.arange(n_tokens, device=x.device)
     counts = (n_tokens - 1 - places).clamp(max=n)
     return (sums[..., n:] - sums[..., :n_tokens]) / counts
-
-
-def _uniform(positions: Int[Tensor, "batch head token"], seed: int) -> Tensor:
-    """A number in [0, 1) for each position: the same on every machine, whatever the step."""
-    x = (positions.long() * 2654435761 + seed * 40503 + 1) & 0xFFFFFFFF
-    for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    return (x ^ (x >> 16)).double() / 2**32

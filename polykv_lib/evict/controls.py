@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from polykv_lib.evict.base import EvictionPolicy, Protected, check_counts
+from polykv_lib.evict.chance import mixed, uniform
 from polykv_lib.kv import LayerKV, Scores
 
 
@@ -23,14 +24,22 @@ class FullKV:
 
 @dataclass(frozen=True, kw_only=True)
 class Random:
-    """Keeps tokens by chance, the same on every machine for a seed."""
+    """Keeps tokens by chance.
+
+    A token's number is a hash of its position, the signs of its key and the seed: layers, heads and
+    documents differ, and the number stays the same at every step of a cache that generates.
+    """
 
     seed: int = 0
 
     def score(self, layer: LayerKV) -> Scores:
-        """Uniform numbers."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.rand(layer.keys.shape[:3], generator=generator).to(layer.keys.device)
+        """Uniform numbers, as far apart as 24 bits tell."""
+        keys, positions = layer.keys, layer.positions
+        if positions is None:
+            positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        salts = mixed(torch.arange(1, keys.shape[3] + 1, device=keys.device))
+        signs = mixed(((keys > 0) * salts).sum(-1))
+        return uniform(positions + signs, self.seed).float()
 
     def protect(self, budget: int) -> Protected:
         """Nothing."""

@@ -30,19 +30,22 @@ def merged(policy: EvictionPolicy, layer: LayerKV, kept: Sequence[KeptTokens]) -
     """The document with kept tokens as the policy changes them; None: nothing merges.
 
     Heads may keep different numbers of tokens, so each is merged alone. Evicted tokens stay as they
-    were: a pool stores the kept ones only.
+    were: a pool stores the kept ones only. The heads' thresholds come along; nan: none.
     """
     merger = merger_of(policy)
     n_tokens = layer.keys.shape[2]
     if merger is None or all(len(tokens) == n_tokens for tokens in kept):
         return None
     keys, values = layer.keys.clone(), layer.values.clone()
+    threshold = torch.full(keys.shape[:2], torch.nan, device=keys.device)
     for head, tokens in enumerate(kept):
         if len(tokens) < n_tokens:
             one = merger.merge(_head(layer, head), tokens[None, None])
             keys[:, head, tokens] = one.keys[:, 0]
             values[:, head, tokens] = one.values[:, 0]
-    return LayerKV(keys=keys, values=values)
+            if one.threshold is not None:
+                threshold[:, head] = one.threshold[:, 0]
+    return LayerKV(keys=keys, values=values, threshold=threshold)
 
 
 def _head(layer: LayerKV, head: int) -> LayerKV:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import yaml
 
@@ -27,6 +27,8 @@ from polykv_lib.evict.yaml_file import read_yaml
 from polykv_lib.kv import KeptTokens, LayerKV
 
 SCHEMA: Final = 1
+# Each KV head's kept tokens, and the layer as a merging policy changes it (None: unchanged).
+Evicted: TypeAlias = tuple[tuple[KeptTokens, ...], LayerKV | None]
 POLICIES: Final[dict[str, type[EvictionPolicy]]] = {
     policy.__name__: policy
     for policy in (
@@ -67,7 +69,7 @@ class LayerPlan:
             return keep(self.policy, layer, (n_tokens,) * n_heads)
         return keep(self.policy, layer, self.budgets(n_heads))
 
-    def evict(self, layer: LayerKV) -> tuple[tuple[KeptTokens, ...], LayerKV | None]:
+    def evict(self, layer: LayerKV) -> Evicted:
         """The kept tokens of each KV head, and the layer as a merging policy changes them."""
         kept = self.keep(layer)
         return kept, merged(self.policy, layer, kept)
@@ -123,6 +125,10 @@ class Plan:
                         f"but the model has {n_heads} KV heads; give one number, or one for each "
                         "head."
                     )
+
+    def phases_of(self, layer: int) -> tuple[LayerPlan, ...]:
+        """What a layer keeps at prefill, and while generating if the plan says so."""
+        return tuple(layers[layer] for _, layers in self._phases())
 
     def _phases(self) -> list[tuple[str, tuple[LayerPlan, ...]]]:
         later = [] if self.decode is None else [("decode ", self.decode)]

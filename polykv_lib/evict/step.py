@@ -79,6 +79,18 @@ def select(layer: LayerKV, heads: Sequence[int]) -> LayerKV:
     return replace(part, queries=queries)
 
 
+def chosen(layer: LayerKV, kept: Int[Tensor, "batch head kept"]) -> LayerKV:
+    """Some tokens of each head, without the queries."""
+    return LayerKV(
+        keys=at(layer.keys, kept),
+        values=at(layer.values, kept),
+        scale=layer.scale,
+        positions=positions_of(layer).gather(2, kept),
+        tallies={t: x.gather(2, kept) for t, x in layer.tallies.items()},
+        threshold=layer.threshold,
+    )
+
+
 def append(held: LayerKV, new: LayerKV) -> LayerKV:
     """Held tokens and new ones; running numbers of new tokens start at 0."""
     n_new = new.keys.shape[2]
@@ -120,18 +132,12 @@ def _reduce(
 
 def _evict(policy: EvictionPolicy, layer: LayerKV, scores: Tensor, budget: int) -> LayerKV:
     kept = kept_of(scores, budget, policy.protect(budget))
-    merger = merger_of(policy)
+    left, merger = chosen(layer, kept), merger_of(policy)
     if merger is None:
-        left = LayerKV(keys=at(layer.keys, kept), values=at(layer.values, kept))
-    else:
-        left = merger.merge(layer, kept)
-    return replace(
-        left,
-        scale=layer.scale,
-        positions=positions_of(layer).gather(2, kept),
-        tallies={t: x.gather(2, kept) for t, x in layer.tallies.items()},
-        threshold=layer.threshold if left.threshold is None else left.threshold,
-    )
+        return left
+    changed = merger.merge(layer, kept)
+    threshold = left.threshold if changed.threshold is None else changed.threshold
+    return replace(left, keys=changed.keys, values=changed.values, threshold=threshold)
 
 
 def _fold(layer: LayerKV) -> LayerKV:

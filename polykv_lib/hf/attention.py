@@ -75,7 +75,7 @@ def attention(
             raise ValueError(
                 f"{type(module).__name__} uses {name} in its attention, which a pool can not do."
             )
-    if isinstance(layer, EvictingLayer):
+    if not isinstance(layer, AgentLayer):
         out = layer.attend(
             module, query, key, value, attention_mask, scaling, dropout=dropout, **kwargs
         )

@@ -1,7 +1,8 @@
 """Document -> pool, over a transformers model: prefill, compress, freeze; open a saved one."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from polykv_lib.evict import Plan
+from polykv_lib.evict import Plan, Tally, counted, evict_each
+from polykv_lib.evict.plan import Evicted
 from polykv_lib.hf import compat
 from polykv_lib.hf.caches import AgentCache
 from polykv_lib.hf.checks import (
@@ -23,7 +25,7 @@ from polykv_lib.hf.checks import (
 from polykv_lib.hf.evicting import EvictingCache, evicting_prefill
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observe
-from polykv_lib.kv import KeptTokens, LayerKV
+from polykv_lib.kv import KeptTokens, LayerKV, Scores
 from polykv_lib.pool import SharedKVPool, freeze, load
 from polykv_lib.quantize import FullPrecision, Quantizer, check_codec
 
@@ -31,9 +33,14 @@ Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
 
 
 class KeptByPlan(list[Sequence[KeptTokens]]):
-    """What a plan keeps, by layer and KV head; `merged` has the layers that merging changed."""
+    """What a plan keeps, by layer and KV head.
+
+    `merged` has the layers that merging changed; `tallies` each layer's running numbers, over the
+    whole document, from which policies go on while a cache generates.
+    """
 
     merged: dict[int, LayerKV]
+    tallies: Sequence[Mapping[Tally, Scores]]
 
 
 def build_pool(
@@ -173,16 +180,33 @@ def evict_document(
     for plan in plans:
         check_plan(plan)
         plan.check(config.num_hidden_layers, config.num_key_value_heads)
-    layers, seen = observe(
-        model, document_ids, lambda i, layer: [plan.layers[i].evict(layer) for plan in plans]
-    )
-    return layers, [_kept(of_plan) for of_plan in zip(*seen, strict=True)]
+
+    def see(i: int, layer: LayerKV) -> tuple[list[Evicted], Mapping[Tally, Scores]]:
+        layer = counted(layer, (own.policy for plan in plans for own in plan.phases_of(i)))
+        return evict_each([plan.layers[i] for plan in plans], layer), layer.tallies
+
+    layers, seen = observe(model, document_ids, see)
+    tallies = [of_layer for _, of_layer in seen]
+    of_plans = zip(*(evicted for evicted, _ in seen), strict=True)
+    return layers, [_kept(of_plan, tallies) for of_plan in of_plans]
 
 
-def _kept(of_layers: Sequence[tuple[Sequence[KeptTokens], LayerKV | None]]) -> KeptByPlan:
+def _kept(of_layers: Sequence[Evicted], tallies: Sequence[Mapping[Tally, Scores]]) -> KeptByPlan:
     kept = KeptByPlan(tokens for tokens, _ in of_layers)
     kept.merged = {i: m for i, (_, m) in enumerate(of_layers) if m is not None}
+    kept.tallies = tallies
     return kept
+
+
+def held_cache(
+    model: PreTrainedModel, plan: Plan, layers: Sequence[LayerKV], kept: KeptByPlan
+) -> EvictingCache:
+    """The cache that `evicting_prefill` returns for a plan, from one `evict_document` for many."""
+    cache = EvictingCache(model, plan)
+    for i, own in enumerate(cache.layers):
+        document = kept.merged.get(i, layers[i])
+        own.hold(replace(document, tallies=kept.tallies[i]), kept[i])
+    return cache
 
 
 def load_pool(

@@ -15,7 +15,9 @@ from polykv_lib.calibration import (
     Calibration,
     EncodedItem,
     Measurements,
+    Phase,
     Recipe,
+    both_phases,
     from_json,
     solve,
     to_json,
@@ -36,7 +38,7 @@ CANDIDATES: Final[tuple[EvictionPolicy, ...]] = tuple(
 FRACTIONS: Final = (0.06, 0.12, 0.25, 0.4, 0.6, 0.8)  # of the context: points of an error curve
 TEXT_TOKENS: Final = 1024  # of a plain text that are used
 SCORED_TOKENS: Final = 64  # of them, at most, and at most a quarter
-VERSION: Final = 2  # raise it when the same settings measure something else
+VERSION: Final = 3  # raise it when the same settings measure something else
 
 
 def calibrate(
@@ -49,6 +51,7 @@ def calibrate(
     pattern_signal: PatternSignal = "error",
     budget_signal: BudgetSignal = "gain_curve",
     level: Literal["layer", "head"] = "layer",
+    phases: Sequence[Phase] = ("prefill",),
     inverse_patterns: bool = False,
     inverse_budgets: bool = False,
     policies: Sequence[EvictionPolicy] = CANDIDATES,
@@ -70,6 +73,10 @@ def calibrate(
         pattern_signal: what chooses policies (`calibration.Recipe`).
         budget_signal: what shares out the budgets.
         level: budgets for layers, or for each KV head.
+        phases: `prefill`, `decode` or both. Each is measured alone, everything else full, and gets
+            the same mean budget: at prefill tokens of the document, in decode tokens that a layer
+            holds at most after each step. Without `prefill` nothing is evicted before the first
+            new token; without `decode` nothing afterwards.
         inverse_patterns: the worst policies by the signal: a control.
         inverse_budgets: the budgets in the opposite order: a control.
         policies: the candidates.
@@ -86,17 +93,24 @@ def calibrate(
         inverse_patterns=inverse_patterns,
         inverse_budgets=inverse_budgets,
     )
-    return run(
-        model,
-        tokenizer,
-        texts,
-        budget=budget,
-        n_tokens=n_tokens,
-        recipe=recipe,
-        policies=policies,
-        activation=activation,
-        say=say,
-    ).plan
+    if not phases or not {*phases} <= {"prefill", "decode"}:
+        raise ValueError(f"phases={phases!r}; pass prefill, decode or both, as a list.")
+    made = {
+        phase: run(
+            model,
+            tokenizer,
+            texts,
+            budget=budget,
+            n_tokens=n_tokens,
+            phase=phase,
+            recipe=recipe,
+            policies=policies,
+            activation=activation,
+            say=say,
+        ).plan
+        for phase in dict.fromkeys(phases)
+    }
+    return both_phases(made["prefill"], made["decode"]) if len(made) == 2 else made[phases[0]]
 
 
 def run(
@@ -106,6 +120,7 @@ def run(
     *,
     budget: int | float,
     n_tokens: int | None = None,
+    phase: Phase = "prefill",
     recipe: Recipe | None = None,
     policies: Sequence[EvictionPolicy] = CANDIDATES,
     activation: Literal["o_proj", "heads"] = "o_proj",
@@ -121,8 +136,9 @@ def run(
         model,
         items,
         target=target,
+        phase=phase,
         policies=policies,
-        fractions=(*FRACTIONS, min(*FRACTIONS, target / 2)),  # a plan gives some units less
+        fractions=points_for(target),
         activation=activation,
         single_layer=bool(asked & {"gain_curve", "ppl"}),
         say=say,
@@ -158,11 +174,18 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> EncodedItem:
     )
 
 
+def points_for(target: float) -> tuple[float, ...]:
+    """`FRACTIONS`, and a quarter and a half of a target where budgets would lie below all of them."""
+    small = (part for part in (target / 4, target / 2) if part < FRACTIONS[0])
+    return (*small, *FRACTIONS)
+
+
 def measure(
     model: PreTrainedModel,
     items: Sequence[EncodedItem],
     *,
     target: float,
+    phase: Phase = "prefill",
     policies: Sequence[EvictionPolicy] = CANDIDATES,
     fractions: Sequence[float] = FRACTIONS,
     activation: Literal["o_proj", "heads"] = "o_proj",
@@ -172,8 +195,9 @@ def measure(
 ) -> Measurements:
     """Every signal of every item, from which `calibration.solve` makes any number of plans.
 
-    What was measured before for the same model, items and settings is read from the user's cache
-    folder (or `folder`).
+    Below the least fraction, where budgets of a small target lie, a half and a quarter of the target
+    are measured too. What was measured before for the same model, items and settings is read from the user's cache
+    folder (or `folder`). `phase` is as in `calibrate`.
 
     Raises:
         ValueError: a target that is no fraction, no item, no candidate, or too long an item.
@@ -186,6 +210,7 @@ def measure(
         policies=tuple(policies),
         fractions=tuple(sorted({*fractions, target})),
         target=target,
+        phase=phase,
         activation=activation,
         single_layer=single_layer,
     )
@@ -205,7 +230,11 @@ def measure(
                 say(f"{len(measured)} of {len(items)} items measured, about {left:.0f} s left")
         _write(path, to_json(measured))
     return Measurements(
-        policies=settings.policies, fractions=settings.fractions, target=target, items=measured
+        policies=settings.policies,
+        fractions=settings.fractions,
+        target=target,
+        items=measured,
+        phase=phase,
     )
 
 

@@ -5,7 +5,8 @@ mask only the newest columns are used, to tell padding: a query sees all tokens 
 ones up to itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from polykv_lib.attend import attend
 from polykv_lib.evict import FullKV, LayerPlan, tallies_of
-from polykv_lib.evict.step import Group, append, each, positions_of, select, step
+from polykv_lib.evict.step import Group, append, chosen, each, positions_of, select, step
 from polykv_lib.hf import compat
-from polykv_lib.kv import LayerKV
+from polykv_lib.kv import KeptTokens, LayerKV
 from polykv_lib.pool import PoolError
 
 New = Float[Tensor, "row head new dim"]
@@ -51,6 +52,24 @@ class EvictingLayer(DynamicLayer):
         self.prefill_goes_on = True  # with the next tokens
         self.unread = False
         self.is_initialized = False
+
+    def hold(self, document: LayerKV, kept: Sequence[KeptTokens]) -> None:
+        """Go on after a prefill that happened elsewhere.
+
+        Args:
+            document: keys, values and running numbers of all its tokens, of one row.
+            kept: the tokens that each head keeps.
+        """
+        n_tokens = document.keys.shape[2]
+        positions = torch.arange(n_tokens, device=document.keys.device)
+        self.reset()
+        self.seen, self.counts = n_tokens, positions.new_full((1,), n_tokens)
+        self.prefill_goes_on, self.is_initialized = False, True
+        whole = replace(document, positions=positions.expand(document.keys.shape[:3]))
+        self.held = [
+            chosen(select(whole, heads), torch.stack([kept[head] for head in heads])[None])
+            for heads in self.heads
+        ]
 
     def update(
         self, key_states: New, value_states: New, *args: Any, **kwargs: Any

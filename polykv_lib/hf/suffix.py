@@ -15,16 +15,40 @@ from transformers import PreTrainedModel
 
 from polykv_lib.calibration import EncodedItem
 from polykv_lib.hf import compat
+from polykv_lib.metrics.perplexity import token_nll
 
 Hidden = Float[Tensor, "1 tail width"]
 
 
 @torch.no_grad()
 def answer_logits(
-    model: PreTrainedModel, cache: Any, item: EncodedItem
+    model: PreTrainedModel, cache: Any, item: EncodedItem, *, stepwise: bool = False
 ) -> Float[Tensor, "answer vocab"]:
-    """Logits in fp32 that predict the answer, after a cache that has seen the item's context."""
-    return _logits(model, cache, item, input_ids=torch.tensor([item.tail_ids], device=model.device))
+    """Logits in fp32 that predict the answer, after a cache that has seen the item's context.
+
+    Question and answer are fed at once; `stepwise`: the question, then the answer token by token,
+    as while generating, so that a cache which evicts after every step does.
+    """
+    tail = torch.tensor([item.tail_ids], device=model.device)
+    if not stepwise:
+        return _logits(model, cache, item, input_ids=tail)
+    positions = len(item.context_ids) + torch.arange(tail.shape[1], device=model.device)
+    steps = [
+        compat.forward(
+            model,
+            tail[:, start:stop],
+            cache,
+            position_ids=positions[None, start:stop],
+            logits_to_keep=1,
+        )
+        for start, stop in item.steps
+    ]
+    return torch.cat([step.logits[0].float() for step in steps])
+
+
+def answer_nll(logits: Float[Tensor, "answer vocab"], item: EncodedItem) -> float:
+    """Mean over the answer, nats a token."""
+    return float(token_nll(logits, torch.tensor(item.answer_ids, device=logits.device)).mean())
 
 
 @torch.no_grad()

@@ -9,11 +9,10 @@ from transformers import PreTrainedModel
 from polykv_lib.calibration import EncodedItem, PlanScore
 from polykv_lib.evict import Plan
 from polykv_lib.hf.baselines import full_cache
-from polykv_lib.hf.build import evict_document, share
+from polykv_lib.hf.build import evict_document, held_cache, share
 from polykv_lib.hf.checks import check_length
-from polykv_lib.hf.suffix import answer_logits
+from polykv_lib.hf.suffix import answer_logits, answer_nll
 from polykv_lib.metrics.agreement import kl_nats
-from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.quantize import FullPrecision, Quantizer
 
 PlanFor: TypeAlias = Plan | Callable[[int], Plan]  # fixed, or made for a number of tokens
@@ -33,6 +32,9 @@ def evaluate_plans(
 ) -> list[PlanScore]:
     """Each item's answer under each plan, scored by teacher forcing; one prefill serves all plans.
 
+    Under a plan with a decode phase the answer is fed token by token. Its first token is predicted
+    before that phase evicts anything.
+
     Args:
         model: a prepared model.
         items: held out, of any length; the question is read after the eviction.
@@ -46,8 +48,10 @@ def evaluate_plans(
         Rows in the order of items, then of plans.
 
     Raises:
-        ValueError: an item too long for the model, or a plan of another model.
+        ValueError: an item too long for the model, a plan of another model, or a codec beside a
+            plan with a decode phase.
     """
+    lossless = keys == values == LOSSLESS
     scores = []
     for done, item in enumerate(items, 1):
         n_tokens = len(item.context_ids)
@@ -57,20 +61,34 @@ def evaluate_plans(
         layers, kept = evict_document(model, ids, made)
         targets = torch.tensor(item.answer_ids, device=model.device)
         full = answer_logits(model, full_cache(layers), item)
-        for name, of_plan in zip(plans, kept, strict=True):
-            pool = share(model, layers, ids, keys=keys, values=values, n_sink=n_sink, kept=of_plan)
-            logits = answer_logits(model, pool.agent_cache(1), item)
+        for name, plan, of_plan in zip(plans, made, kept, strict=True):
+            if lossless:
+                cache = held_cache(model, plan, layers, of_plan)
+            elif plan.decode is None:
+                pool = share(
+                    model, layers, ids, keys=keys, values=values, n_sink=n_sink, kept=of_plan
+                )
+                cache = pool.agent_cache(1)
+            else:
+                raise ValueError(
+                    f"plan {name!r} evicts while decoding, but a pool of quantised tokens does "
+                    "not change; score it with keys and values in full precision."
+                )
+            held = sum(map(sum, cache.kept_per_head))
+            logits = answer_logits(model, cache, item, stepwise=plan.decode is not None)
+            if plan.decode is not None:
+                cache.check()
             scores.append(
                 PlanScore(
                     item=item.id,
                     family=item.family,
                     plan=name,
                     kl=float(kl_nats(full, logits).mean()),
-                    nll=float(token_nll(logits, targets).mean()),
-                    full_nll=float(token_nll(full, targets).mean()),
+                    nll=answer_nll(logits, item),
+                    full_nll=answer_nll(full, item),
                     exact=bool((logits.argmax(-1) == targets).all()),
                     full_exact=bool((full.argmax(-1) == targets).all()),
-                    kept=sum(map(sum, pool.kept_per_head)),
+                    kept=held,
                     n_tokens=n_tokens,
                 )
             )

@@ -264,7 +264,7 @@ def test_recomputation_needs_queries():
 
 def test_differences_of_a_layer_and_of_its_heads():
     full = torch.tensor([[[3.0, 0.0]], [[0.0, 4.0]]])  # two heads, one token; the sum's norm is 5
-    found = compare(full, full * torch.tensor([1.0, 0.5])[:, None, None])
+    found = compare(full.sum(0), full * torch.tensor([0.0, 0.5])[:, None, None])
     assert found.error == pytest.approx(2 / 5)
     assert found.head_errors == pytest.approx((0.0, 2 / 5))
     assert found.cosine == pytest.approx((9 + 8) / (5 * 13**0.5))

@@ -15,14 +15,29 @@ from transformers import PreTrainedTokenizerFast
 import polykv_lib as pk
 from polykv_lib import hf
 from polykv_lib.calibration import EncodedItem, Recipe, solve
-from polykv_lib.evict import D2O, H2O, FullKV, KeyDiff, LayerPlan, Plan, StreamingLLM
+from polykv_lib.evict import (
+    D2O,
+    H2O,
+    TOVA,
+    FullKV,
+    KeyDiff,
+    LayerPlan,
+    Plan,
+    SnapKV,
+    StreamingLLM,
+)
 from polykv_lib.hf import calibration, single_layer
+from polykv_lib.hf.compat import forward
 from polykv_lib.hf.single_layer import Settings, measure_item
 from polykv_lib.hf.suffix import answer_logits
 
 POLICIES = (H2O(recent=0.0), KeyDiff(), StreamingLLM(), D2O())
 N, TARGET = 48, 0.25
 SETTINGS = Settings(policies=POLICIES, fractions=(0.125, TARGET, 0.5), target=TARGET)
+DECODE = Settings(
+    policies=(*POLICIES, SnapKV(window=4), TOVA()), fractions=(0.125, TARGET, 0.5), target=TARGET,
+    phase="decode",
+)  # fmt: skip
 LOSSLESS = {"keys": pk.FullPrecision(), "values": pk.FullPrecision()}
 
 
@@ -84,7 +99,7 @@ def test_local_recomputation_is_a_real_run_with_only_that_layer_evicted(model, i
     assert found.nll is None
 
 
-def test_a_swapped_layer_is_a_pool_with_the_full_cache_elsewhere(model, item):
+def test_a_resumed_pass_is_the_whole_pass_with_only_that_layer_evicted(model, item):
     given = item()
     found = measure_item(model, given, SETTINGS)
     dense = hf.full_cache(hf.read_document(model, torch.tensor([given.context_ids])))
@@ -102,6 +117,88 @@ def test_a_swapped_layer_is_a_pool_with_the_full_cache_elsewhere(model, item):
             kl = (full.exp() * (full - own)).sum(-1).mean()
             assert found.kl[layer, p] == pytest.approx(float(kl), abs=1e-5)
             assert kl > 1e-5
+
+
+def stepped(model, item, plan, layer):
+    """What a layer's o_proj returned step by step over a cache that evicts, and the logits."""
+    cache, caught = hf.EvictingCache(model, plan), []
+    forward(model, torch.tensor([item.context_ids]), cache)
+    project = model.base_model.layers[layer].self_attn.o_proj
+    hook = project.register_forward_hook(lambda _, __, out: caught.append(out[0]))
+    logits = answer_logits(model, cache, item, stepwise=True)
+    hook.remove()
+    cache.check()
+    return torch.cat(caught), logits
+
+
+def only_decoding(layer, policy, budget):
+    everything = LayerPlan(policy=FullKV(), budget=N)
+    own = LayerPlan(policy=policy, budget=budget)
+    layers = (everything, everything)
+    return Plan(layers=layers, decode=tuple(own if i == layer else everything for i in range(2)))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_evicts_while_decoding_is_a_real_run_step_by_step(model, item, layer):
+    given = item()
+    found = measure_item(model, given, DECODE)
+    whole, plain = stepped(model, given, Plan.uniform(FullKV(), N, 2), layer)
+    full, first = whole[5:], plain.log_softmax(-1)
+    assert found.full_nll == pytest.approx(nll_of(plain, given), abs=1e-5)
+    for p, policy in enumerate(DECODE.policies):
+        for point, fraction in enumerate(DECODE.fractions):
+            budget = round(fraction * N)
+            out, logits = stepped(model, given, only_decoding(layer, policy, budget), layer)
+            error = float((full - out[5:]).norm() / full.norm())
+            assert found.error[layer, p, point] == pytest.approx(error, abs=1e-5)
+            assert error > 1e-4
+            assert_close(out[:5], whole[:5], atol=1e-5, rtol=0.0)  # the question reads everything
+            cosine = float(torch.cosine_similarity(full, out[5:], dim=-1).mean())
+            assert found.cosine[layer, p, point] == pytest.approx(cosine, abs=1e-5)
+            if fraction == TARGET:
+                assert found.nll[layer, p] == pytest.approx(nll_of(logits, given), abs=1e-5)
+                kl = (first.exp() * (first - logits.log_softmax(-1))).sum(-1)
+                assert found.kl[layer, p] == pytest.approx(float(kl.mean()), abs=1e-5)
+                assert kl[0] == pytest.approx(0.0, abs=1e-5)
+                assert kl[1:].mean() > 1e-5
+
+
+def nll_of(logits, item):
+    targets = torch.tensor(item.answer_ids)[:, None]
+    return float(-logits.log_softmax(-1).gather(1, targets).mean())
+
+
+def test_plans_of_both_phases(llama, words, item, tmp_path):
+    arguments = {"budget": TARGET, "policies": POLICIES}
+    prefill, decode, both = (
+        pk.calibrate(llama, words, [item(), item(1, "b")], phases=phases, **arguments)
+        for phases in (["prefill"], ["decode"], ["prefill", "decode"])
+    )
+    assert prefill == pk.calibrate(llama, words, [item(), item(1, "b")], **arguments)
+    assert prefill.decode is None
+    assert {layer.policy for layer in decode.layers} == {FullKV()}
+    assert sum(layer.budget for layer in decode.decode) == 2 * 12
+    assert (both.layers, both.decode) == (prefill.layers, decode.decode)
+    assert Plan.load(both.save(tmp_path / "plan.yaml")) == both
+
+
+def test_an_answer_without_a_decoding_step(llama, item):
+    short = replace(item(), answer_ids=(1,))
+    with pytest.raises(ValueError, match=r"'a0' has one token, .* answers of at least 2 tokens"):
+        measure_item(llama, short, DECODE)
+
+
+def test_a_resumed_pass_leaves_the_model_as_it_was(llama, item):
+    layers = llama.base_model.layers
+    measure_item(llama, item(), SETTINGS)
+    assert llama.base_model.layers is layers
+
+
+def test_small_targets_have_points_below_them(llama, item):
+    found = calibration.measure(llama, [item()], target=0.1, policies=POLICIES[:1])
+    assert found.fractions == (0.025, 0.05, 0.06, 0.1, 0.12, 0.25, 0.4, 0.6, 0.8)
+    found = calibration.measure(llama, [item()], target=0.25, policies=POLICIES[:1])
+    assert found.fractions == calibration.FRACTIONS
 
 
 def test_answers_are_what_a_plain_forward_predicts(model, item):
@@ -170,7 +267,7 @@ def test_measurements_are_kept_by_fingerprint(llama, tiny_model, item, monkeypat
 
 
 def test_no_pass_for_a_layer_unless_a_signal_needs_it(llama, words, item, monkeypatch):
-    monkeypatch.setattr(single_layer, "_swap", None)
+    monkeypatch.setattr(single_layer, "resumed", None)
     cheap = {"budget": 12, "policies": POLICIES, "n_tokens": N}
     pk.calibrate(llama, words, [item()], **cheap, pattern_signal="cosine", budget_signal="entropy")
     with pytest.raises(TypeError, match="not callable"):

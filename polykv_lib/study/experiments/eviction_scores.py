@@ -21,7 +21,7 @@ from polykv_lib.study.experiments.eviction_items import Asked, PlanFor
 FULL = "FullKV"
 
 
-@dataclass
+@dataclass(eq=False)
 class ScoredOnce:
     """A policy that many plans of one prefill share: it scores each layer once."""
 
