@@ -1,6 +1,5 @@
 """Chance that is the same on every machine, whatever was drawn before."""
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 

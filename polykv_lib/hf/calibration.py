@@ -195,9 +195,9 @@ def measure(
 ) -> Measurements:
     """Every signal of every item, from which `calibration.solve` makes any number of plans.
 
-    Below the least fraction, where budgets of a small target lie, a half and a quarter of the target
-    are measured too. What was measured before for the same model, items and settings is read from the user's cache
-    folder (or `folder`). `phase` is as in `calibrate`.
+    What was measured before for the same model, items and settings is read from the user's cache
+    folder (or `folder`). Of a target so small that budgets lie below the least fraction, a half and
+    a quarter are measured too. `phase` is as in `calibrate`.
 
     Raises:
         ValueError: a target that is no fraction, no item, no candidate, or too long an item.

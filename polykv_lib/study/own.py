@@ -138,6 +138,12 @@ OWN = {
             "rank_among_shuffles",
         ),
     ),
+    "phases": Own(
+        title="Policies by phase: KL beside the best single policy's in the same phase",
+        table="phases",
+        by=("model", "suite", "question", "keep", "phase", "varied", "signal", "direction"),
+        metrics=("kl_nats", "kl_over_single_nats", "gap_recovered_pct", "nll_delta_nats", "exact"),
+    ),
 }
 
 

@@ -47,6 +47,7 @@ Share = Annotated[float, BeforeValidator(parse), Field(gt=0, lt=1)]
 Flag = Annotated[bool, BeforeValidator(parse)]
 Text = Annotated[str, BeforeValidator(_text)]
 NonEmpty = Annotated[Text, Field(min_length=1)]
+SeveralOrNone = Annotated[list[T], BeforeValidator(_list)]
 Several = Annotated[list[T], BeforeValidator(_list), Field(min_length=1)]
 
 

@@ -19,6 +19,7 @@ from polykv_lib.study.param_types import (
     Parameters,
     Policies,
     Several,
+    SeveralOrNone,
     Share,
     Text,
 )
@@ -135,6 +136,7 @@ class PlanAblations(ExperimentParameters):
     KEEP: Share
     CANDIDATES: Candidates
     N_SHUFFLES: Count
+    PHASE_TASKS: SeveralOrNone[NonEmpty]
     N_BOOT: Count
 
 

@@ -11,7 +11,7 @@ _DIMS = (
     *("model", "codec", "protocol", "prefix_tokens", "text", "document", "geometry"),
     *("context_tokens", "n_agents", "method", "control", "encoder", "layer", "rescaled"),
     *("suite", "question", "keep", "family", "role", "policy", "varied", "signal", "direction"),
-    *("against", "distance"),
+    *("against", "distance", "phase"),
 )
 
 
