@@ -28,7 +28,8 @@ def decoded_output(
         budget: tokens that each head then holds at most, context and tail together.
         steps: which of the tail's tokens are fed together, from and up to.
     """
-    assert layers.queries is not None
+    if layers.queries is None:
+        raise ValueError("the observation holds no queries; pass LayerKV(queries=…).")
     n_heads, n_tokens = layers.keys.shape[1:3]
     n_context = n_tokens - layers.queries.shape[2]
     counting = tallies_of(policy)
@@ -36,9 +37,10 @@ def decoded_output(
     group = Group(heads=tuple(range(n_heads)), budget=budget)
     found = []
     for start, stop in steps:
-        new = _part(layers, n_context + start, n_context + stop, layers.queries[:, :, start:stop])
+        queries = layers.queries[:, :, start:stop]
+        new = _part(layers, n_context + start, n_context + stop, queries)
         held = append(held, new)
-        out, _ = attend(new.queries, held.keys, held.values, held.softmax_scale)
+        out, _ = attend(queries, held.keys, held.values, held.softmax_scale)
         found.append(out.unflatten(1, (n_heads, -1)).transpose(2, 3).flatten(3))
         [held] = step(policy, held, [group], counting)
     return torch.cat(found, 2)

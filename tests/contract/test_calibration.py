@@ -315,6 +315,21 @@ def test_plans_are_scored_on_one_prefill(llama, item):
     assert rows[4].nll == pytest.approx(float(nll), abs=1e-5)
 
 
+def test_plans_that_evict_while_decoding_are_scored_token_by_token(llama, item):
+    given, plan = item(), Plan.uniform(H2O(), 12, 2).decoding(KeyDiff(), 10)
+    [score] = hf.evaluate_plans(llama, [given], {"both": plan})
+    cache, seen, found = pk.prefill(llama, torch.tensor([given.context_ids]), plan), N, []
+    for ids in (given.question_ids, *((i,) for i in given.answer_ids[:-1])):
+        found.append(hf.logits(llama, cache, torch.tensor([ids]), seen)[0, -1:])
+        seen += len(ids)
+    assert score.nll == pytest.approx(nll_of(torch.cat(found), given), abs=1e-5)
+    assert score.kept == 2 * 2 * 12
+    [alone] = hf.evaluate_plans(llama, [given], {"prefill": Plan.uniform(H2O(), 12, 2)})
+    assert abs(alone.nll - score.nll) > 1e-4
+    with pytest.raises(ValueError, match="plan 'both' evicts while decoding, but a pool"):
+        hf.evaluate_plans(llama, [given], {"both": plan}, keys=pk.Int8("channel"))
+
+
 @pytest.fixture(scope="session")
 def words():
     """A tokenizer without a chat template: a token a word, by its length."""

@@ -24,6 +24,7 @@ from polykv_lib.evict import (
     SnapKV,
     StreamingLLM,
 )  # fmt: skip
+from polykv_lib.hf.build import held_cache
 from polykv_lib.hf.compat import cache_argument, forward
 from polykv_lib.pool import PoolError
 
@@ -87,6 +88,25 @@ def test_every_policy_is_the_masked_full_cache(llama, tokens, replayed, policy, 
     if not isinstance(policy, MERGING):
         for heads in (h for layers in held.values() for layer in layers for h in [*layer]):
             assert (heads.diff() > 0).all()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+def test_one_prefill_serves_many_plans(llama, tokens, policy):
+    """Caches made from what `evict_document` kept go on as those that evicted by themselves."""
+    first, *later = cut(tokens(1, sum(PIECES)))
+    plans = [Plan.uniform(policy, b, 2).decoding(policy, 16) for b in (12, 20)] + [MIXED]
+    layers, kept = hf.evict_document(llama, first, plans)
+    for plan, of_plan in zip(plans, kept, strict=True):
+        alone = pk.prefill(llama, first, plan)
+        made = held_cache(llama, plan, layers, of_plan)
+        seen = DOCUMENT
+        for ids in later:
+            a, b = (hf.logits(llama, cache, ids, seen) for cache in (alone, made))
+            assert_close(a, b, **EXACT)
+            seen += ids.shape[1]
+        for layer in range(2):
+            for a, b in zip(alone.positions(layer), made.positions(layer), strict=True):
+                assert torch.equal(a, b)
 
 
 def test_mixed_layers_and_heads(model, tokens, replayed):

@@ -1,5 +1,7 @@
 """Policies on small tensors, against the equation written out; keeping, against the ranking."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -195,6 +197,19 @@ def test_bad_budgets(budgets):
 def test_a_window_longer_than_the_document_keeps_the_newest():
     kept = keep(SnapKV(window=64), observation(10), (4, 4))
     assert [t.tolist() for t in kept] == [[6, 7, 8, 9]] * 2
+
+
+def test_random_differs_by_layer_and_head_and_stays_through_the_steps():
+    one, other = observation(), replace(observation(), keys=-observation().keys)
+    first, second = Random().score(one), Random().score(other)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:, 0], first[:, 1])
+    later = replace(one, keys=one.keys[:, :, 5:], values=one.values[:, :, 5:], queries=None)
+    places = torch.arange(5, one.keys.shape[2]).expand(later.keys.shape[:3])
+    assert torch.equal(Random().score(replace(later, positions=places)), first[:, :, 5:])
+    many = torch.randn(1, 2, 5000, 8, generator=torch.Generator().manual_seed(0))
+    scores = Random().score(LayerKV(keys=many, values=many)).flatten()
+    assert torch.histc(scores, 10, 0, 1).sub(1000).abs().max() < 150  # five standard deviations
 
 
 def test_random_is_the_same_for_a_seed():

@@ -197,6 +197,7 @@ def _budget(setting: dict[str, Any]) -> Iterator[Row]:
     for i, direction in enumerate(("forward", "inverse")):
         varied = setting | {"varied": "policies", "signal": "cosine", "direction": direction}
         yield _row("ablations", "kl_nats", 0.8 + i, "nats", n=12, lo=0.7 + i, hi=1.0 + i, **varied)
+        yield _row("phases", "kl_nats", 0.3 + i, "nats", n=8, phase="decode", **varied)
 
 
 @pytest.fixture(scope="session")

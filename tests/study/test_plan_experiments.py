@@ -27,6 +27,7 @@ from polykv_lib.study.experiments.eviction_items import (
     single,
 )
 from polykv_lib.study.experiments.eviction_scores import ScoredOnce, bytes_in_bf16, check_evicted
+from polykv_lib.study.experiments.plan_phases import long_answers, quotation
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks import ruler
 from polykv_lib.tasks.base import Item
@@ -243,7 +244,7 @@ def test_bytes_are_those_of_a_pool_built_in_bf16(tiny: tuple[Any, Any]) -> None:
             assert pool.nbytes > half.nbytes or name == "int8"
 
 
-ABLATIONS = SHARED | {"KEEP": 0.25, "N_SHUFFLES": 3}
+ABLATIONS = SHARED | {"KEEP": 0.25, "N_SHUFFLES": 3, "PHASE_TASKS": ["niah_multikey_2"]}
 
 
 @pytest.fixture(scope="module")
@@ -275,18 +276,48 @@ def test_differences_are_paired_with_the_single_policy(ablations: Outcome) -> No
 
 
 def test_shuffles_are_ranked_and_averaged(ablations: Outcome) -> None:
-    of: dict[object, list[float]] = {}
+    of: dict[object, list[Any]] = {}
     for sample in ablations.samples:
-        of.setdefault(sample["plan"], []).append(float(str(sample["kl"])))
-    means = {name: np.mean(values) for name, values in of.items()}  # families are equally large
-    own = means["budgets by gain_curve, forward"]
-    drawn = [means[f"budgets by gain_curve, shuffle {i}"] for i in range(3)]
+        of.setdefault(sample["plan"], []).append(sample["kl"])
+    # Families are equally large.
+    own = np.mean(of["budgets by gain_curve, forward at prefill"])
+    drawn = np.mean(of["budgets by gain_curve, shuffles"], axis=0).tolist()
+    assert len(set(drawn)) == 3
     [rank] = found(ablations, "ablations", "rank_among_shuffles", varied="budgets")
     assert (rank.value, rank.n) == (1 + sum(m < own for m in drawn), 4)
     [mean] = found(
         ablations, "ablations", "kl_nats", varied="budgets", direction="3 shuffles, mean"
     )
     assert mean.value == pytest.approx(np.mean(drawn), abs=1e-5)
+
+
+def test_each_phase_has_its_signals_and_its_own_single_policy(ablations: Outcome) -> None:
+    rows = found(ablations, "phases", "kl_nats")
+    lines = {(r.dims["phase"], r.dims["signal"], r.dims["direction"]): r.value for r in rows}
+    best = ablations.protocol["best_single"]
+    for phase in ("prefill", "decode", "both"):
+        assert lines[phase, best, "uniform"] > 0
+        for signal in ("cosine", "ppl"):
+            for direction in ("forward", "inverse"):
+                assert (phase, signal, direction) in lines
+    assert len(lines) == 3 * 5
+    assert len({lines[phase, best, "uniform"] for phase in ("prefill", "decode", "both")}) == 3
+    for row in found(ablations, "phases", "kl_over_single_nats"):
+        base = lines[row.dims["phase"], best, "uniform"]
+        own = lines[row.dims["phase"], row.dims["signal"], row.dims["direction"]]
+        assert row.value == pytest.approx(own - base)
+
+
+def test_a_quotation_goes_on_in_the_context(tiny: tuple[Any, Any]) -> None:
+    item = asked(tiny[1]).encoded
+    own = quotation(item)
+    passage = own.question_ids + own.answer_ids
+    start = len(item.context_ids) // 3
+    assert passage == item.context_ids[start : start + 60]
+    assert own.id != item.id
+    one_token = replace(item, answer_ids=item.answer_ids[:1])
+    pairs = [Asked(item=asked(tiny[1]).item, encoded=e) for e in (item, one_token)]
+    assert [i.family for i in long_answers(pairs)] == ["fwe", "quotation"]
 
 
 def test_the_visible_question_is_read_before_the_eviction(tiny: tuple[Any, Any]) -> None:
