@@ -27,8 +27,8 @@ from polykv_lib.evict import H2O, TOVA, EvictionPolicy, KeyDiff, Plan, SnapKV
 from polykv_lib.evict.controls import Guarded
 from polykv_lib.hf.attention import prepare
 from polykv_lib.hf.embedded import cache_folder
+from polykv_lib.hf.items import items_of
 from polykv_lib.hf.models import model_fingerprint
-from polykv_lib.hf.prompts import document_ids
 from polykv_lib.hf.single_layer import Settings, measure_item
 
 # Every candidate with 4 sinks and 16 recent tokens protected, inside its budget.
@@ -36,8 +36,6 @@ CANDIDATES: Final[tuple[EvictionPolicy, ...]] = tuple(
     Guarded(policy=policy) for policy in (H2O(recent=0.0), TOVA(), SnapKV(window=16), KeyDiff())
 )
 FRACTIONS: Final = (0.06, 0.12, 0.25, 0.4, 0.6, 0.8)  # of the context: points of an error curve
-TEXT_TOKENS: Final = 1024  # of a plain text that are used
-SCORED_TOKENS: Final = 64  # of them, at most, and at most a quarter
 VERSION: Final = 3  # raise it when the same settings measure something else
 
 
@@ -146,36 +144,8 @@ def run(
     return solve(measured, recipe, n_tokens=length)
 
 
-def items_of(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | EncodedItem]
-) -> tuple[EncodedItem, ...]:
-    """Items as they are; a plain text opens a chat turn as a document does, and is continued.
-
-    Raises:
-        ValueError: no text, or one too short to be cut into context and continuation.
-    """
-    if isinstance(texts, str) or not texts:
-        raise ValueError(f"texts={texts!r}; pass a list of at least one text or item.")
-    return tuple(t if isinstance(t, EncodedItem) else _continuation(tokenizer, t) for t in texts)
-
-
-def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> EncodedItem:
-    ids = document_ids(tokenizer, text)[0, :TEXT_TOKENS].tolist()
-    n_scored = min(SCORED_TOKENS, len(ids) // 4)
-    if not n_scored:
-        raise ValueError(f"the text {text!r} has {len(ids)} tokens; at least 4 are needed.")
-    cut = len(ids) - n_scored - 1
-    return EncodedItem(
-        id=f"text {hashlib.sha256(text.encode()).hexdigest()[:16]}",
-        family="text",
-        context_ids=tuple(ids[:cut]),
-        question_ids=(ids[cut],),
-        answer_ids=tuple(ids[cut + 1 :]),
-    )
-
-
 def points_for(target: float) -> tuple[float, ...]:
-    """`FRACTIONS`, and a quarter and a half of a target where budgets would lie below all of them."""
+    """`FRACTIONS`, and a quarter and a half of a target if budgets would lie below all of them."""
     small = (part for part in (target / 4, target / 2) if part < FRACTIONS[0])
     return (*small, *FRACTIONS)
 
@@ -196,8 +166,7 @@ def measure(
     """Every signal of every item, from which `calibration.solve` makes any number of plans.
 
     What was measured before for the same model, items and settings is read from the user's cache
-    folder (or `folder`). Of a target so small that budgets lie below the least fraction, a half and
-    a quarter are measured too. `phase` is as in `calibrate`.
+    folder (or `folder`). `phase` is as in `calibrate`, `fractions` are best those of `points_for`.
 
     Raises:
         ValueError: a target that is no fraction, no item, no candidate, or too long an item.

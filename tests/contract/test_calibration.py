@@ -194,11 +194,15 @@ def test_a_resumed_pass_leaves_the_model_as_it_was(llama, item):
     assert llama.base_model.layers is layers
 
 
-def test_small_targets_have_points_below_them(llama, item):
-    found = calibration.measure(llama, [item()], target=0.1, policies=POLICIES[:1])
-    assert found.fractions == (0.025, 0.05, 0.06, 0.1, 0.12, 0.25, 0.4, 0.6, 0.8)
-    found = calibration.measure(llama, [item()], target=0.25, policies=POLICIES[:1])
-    assert found.fractions == calibration.FRACTIONS
+def test_small_targets_have_points_below_them(llama, words, item, monkeypatch):
+    assert calibration.points_for(0.25) == calibration.FRACTIONS
+    assert calibration.points_for(0.1) == (0.025, 0.05, *calibration.FRACTIONS)
+    asked = []
+    measure = calibration.measure
+    monkeypatch.setattr(calibration, "measure", lambda *a, **k: asked.append(k) or measure(*a, **k))
+    found = calibration.run(llama, words, [item()], budget=0.1, policies=POLICIES[:1])
+    assert asked[0]["fractions"] == calibration.points_for(0.1)
+    assert [tokens for tokens, _ in found.curves[0]] == [1, 2, 3, 5, 6, 12, 19, 29, 38, 48]
 
 
 def test_answers_are_what_a_plain_forward_predicts(model, item):
