@@ -44,7 +44,7 @@ def step(
         return _reduce(policy, layer, groups, counting)
     rows = (_row(layer, b) for b in range(layer.keys.shape[0]))
     reduced = [_reduce(policy, row, groups, counting) for row in rows]
-    return [_stack(of_group) for of_group in zip(*reduced, strict=True)]
+    return [stack(of_group) for of_group in zip(*reduced, strict=True)]
 
 
 def positions_of(layer: LayerKV) -> Int[Tensor, "batch head token"]:
@@ -158,7 +158,7 @@ def _row(layer: LayerKV, b: int) -> LayerKV:
     return replace(row, queries=layer.queries[b : b + 1, :, real[-layer.queries.shape[2] :]])
 
 
-def _stack(rows: Sequence[LayerKV]) -> LayerKV:
+def stack(rows: Sequence[LayerKV]) -> LayerKV:
     """Rows of a batch, the shorter ones with empty slots in front."""
     longest = max(row.keys.shape[2] for row in rows)
 

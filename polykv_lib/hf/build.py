@@ -199,13 +199,16 @@ def _kept(of_layers: Sequence[Evicted], tallies: Sequence[Mapping[Tally, Scores]
 
 
 def held_cache(
-    model: PreTrainedModel, plan: Plan, layers: Sequence[LayerKV], kept: KeptByPlan
+    model: PreTrainedModel, plan: Plan, layers: Sequence[LayerKV], *kept: KeptByPlan
 ) -> EvictingCache:
-    """The cache that `evicting_prefill` returns for a plan, from one `evict_document` for many."""
+    """The cache that `evicting_prefill` returns for a plan, from one `evict_document` for many.
+
+    What several plans keep becomes a row each. Their heads must be alike where `plan`'s are, and
+    its decode phase is every row's.
+    """
     cache = EvictingCache(model, plan)
     for i, own in enumerate(cache.layers):
-        document = kept.merged.get(i, layers[i])
-        own.hold(replace(document, tallies=kept.tallies[i]), kept[i])
+        own.hold([(replace(k.merged.get(i, layers[i]), tallies=k.tallies[i]), k[i]) for k in kept])
     return cache
 
 

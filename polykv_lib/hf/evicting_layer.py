@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from polykv_lib.attend import attend
 from polykv_lib.evict import FullKV, LayerPlan, tallies_of
-from polykv_lib.evict.step import Group, append, chosen, each, positions_of, select, step
+from polykv_lib.evict.step import Group, append, chosen, each, positions_of, select, stack, step
 from polykv_lib.hf import compat
 from polykv_lib.kv import KeptTokens, LayerKV
 from polykv_lib.pool import PoolError
@@ -53,21 +53,26 @@ class EvictingLayer(DynamicLayer):
         self.unread = False
         self.is_initialized = False
 
-    def hold(self, document: LayerKV, kept: Sequence[KeptTokens]) -> None:
+    def hold(self, rows: Sequence[tuple[LayerKV, Sequence[KeptTokens]]]) -> None:
         """Go on after a prefill that happened elsewhere.
 
         Args:
-            document: keys, values and running numbers of all its tokens, of one row.
-            kept: the tokens that each head keeps.
+            rows: of each row keys, values and running numbers of all tokens of a document, and
+                what each head keeps of it. All documents are equally long.
         """
-        n_tokens = document.keys.shape[2]
-        positions = torch.arange(n_tokens, device=document.keys.device)
+        shape = rows[0][0].keys.shape[:3]
+        positions = torch.arange(shape[2], device=rows[0][0].keys.device)
         self.reset()
-        self.seen, self.counts = n_tokens, positions.new_full((1,), n_tokens)
+        self.seen, self.counts = shape[2], positions.new_full((len(rows),), shape[2])
         self.prefill_goes_on, self.is_initialized = False, True
-        whole = replace(document, positions=positions.expand(document.keys.shape[:3]))
+        placed = [(replace(row, positions=positions.expand(shape)), kept) for row, kept in rows]
         self.held = [
-            chosen(select(whole, heads), torch.stack([kept[head] for head in heads])[None])
+            stack(
+                [
+                    chosen(select(row, heads), torch.stack([kept[head] for head in heads])[None])
+                    for row, kept in placed
+                ]
+            )
             for heads in self.heads
         ]
 
@@ -122,7 +127,10 @@ class EvictingLayer(DynamicLayer):
                 own = query.unflatten(1, (self.n_heads, -1))[:, list(heads)].flatten(1, 2)
                 part, _ = attend(own, layer.keys, layer.values, scale, _visible(layer, n_new))
                 grouped[:, list(heads)] = part.to(out.dtype).unflatten(1, (len(heads), -1))
-                [self.held[i]] = self._evict(layer, {i: tuple(range(len(heads)))})
+                if self.decode is None and real is None:
+                    self.held[i] = replace(layer, queries=None)
+                else:
+                    [self.held[i]] = self._evict(layer, {i: tuple(range(len(heads)))})
             out = out.transpose(1, 2).contiguous()
         self.unread = False
         return out

@@ -22,16 +22,30 @@ Hidden = Float[Tensor, "1 tail width"]
 
 @torch.no_grad()
 def answer_logits(
-    model: PreTrainedModel, cache: Any, item: EncodedItem, *, stepwise: bool = False
+    model: PreTrainedModel, cache: Any, item: EncodedItem
 ) -> Float[Tensor, "answer vocab"]:
-    """Logits in fp32 that predict the answer, after a cache that has seen the item's context.
+    """Logits in fp32 that predict the answer, after a cache that has seen the item's context."""
+    return answer_logits_of_rows(model, cache, item, 1)[0]
 
-    Question and answer are fed at once; `stepwise`: the question, then the answer token by token,
-    as while generating, so that a cache which evicts after every step does.
+
+@torch.no_grad()
+def answer_logits_of_rows(
+    model: PreTrainedModel, cache: Any, item: EncodedItem, n_rows: int
+) -> Float[Tensor, "row answer vocab"]:
+    """The same after a cache of several rows."""
+    ids = torch.tensor([item.tail_ids], device=model.device)
+    return _logits(model, cache, item, input_ids=ids.expand(n_rows, -1))
+
+
+@torch.no_grad()
+def decoded_logits(
+    model: PreTrainedModel, cache: Any, item: EncodedItem
+) -> Float[Tensor, "answer vocab"]:
+    """The same with the question fed at once and the answer token by token, as while generating.
+
+    A cache that evicts after every step does so here.
     """
     tail = torch.tensor([item.tail_ids], device=model.device)
-    if not stepwise:
-        return _logits(model, cache, item, input_ids=tail)
     positions = len(item.context_ids) + torch.arange(tail.shape[1], device=model.device)
     steps = [
         compat.forward(
@@ -77,12 +91,12 @@ def logits_from(
     The cache of the layers before is not read; that of the others must have seen the context.
     """
     with _without_first(model, start):
-        return _logits(model, cache, item, inputs_embeds=hidden)
+        return _logits(model, cache, item, inputs_embeds=hidden)[0]
 
 
 def _logits(
     model: PreTrainedModel, cache: Any, item: EncodedItem, **inputs: Tensor
-) -> Float[Tensor, "answer vocab"]:
+) -> Float[Tensor, "row answer vocab"]:
     n_tail = len(item.tail_ids)
     positions = len(item.context_ids) + torch.arange(n_tail, device=model.device)
     output = compat.forward(
@@ -93,7 +107,7 @@ def _logits(
         logits_to_keep=len(item.answer_ids),
         **inputs,
     )
-    return output.logits[0].float()
+    return output.logits.float()
 
 
 class _Passed(nn.Module):

@@ -1,22 +1,27 @@
 """Held-out items under many plans: how close each plan's answers are to the full cache's."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Final, TypeAlias
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from polykv_lib.calibration import EncodedItem, PlanScore
 from polykv_lib.evict import Plan
 from polykv_lib.hf.baselines import full_cache
-from polykv_lib.hf.build import evict_document, held_cache, share
+from polykv_lib.hf.build import KeptByPlan, evict_document, held_cache, share
 from polykv_lib.hf.checks import check_length
-from polykv_lib.hf.suffix import answer_logits, answer_nll
+from polykv_lib.hf.suffix import answer_logits, answer_logits_of_rows, answer_nll, decoded_logits
+from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.quantize import FullPrecision, Quantizer
 
 PlanFor: TypeAlias = Plan | Callable[[int], Plan]  # fixed, or made for a number of tokens
 LOSSLESS = FullPrecision()
+ROWS: Final = 8  # plans that are scored in one batch
 
 
 @torch.no_grad()
@@ -61,23 +66,16 @@ def evaluate_plans(
         layers, kept = evict_document(model, ids, made)
         targets = torch.tensor(item.answer_ids, device=model.device)
         full = answer_logits(model, full_cache(layers), item)
-        for name, plan, of_plan in zip(plans, made, kept, strict=True):
-            if lossless:
-                cache = held_cache(model, plan, layers, of_plan)
-            elif plan.decode is None:
-                pool = share(
-                    model, layers, ids, keys=keys, values=values, n_sink=n_sink, kept=of_plan
-                )
-                cache = pool.agent_cache(1)
-            else:
-                raise ValueError(
-                    f"plan {name!r} evicts while decoding, but a pool of quantised tokens does "
-                    "not change; score it with keys and values in full precision."
-                )
-            held = sum(map(sum, cache.kept_per_head))
-            logits = answer_logits(model, cache, item, stepwise=plan.decode is not None)
-            if plan.decode is not None:
-                cache.check()
+        if lossless:
+            answers = _answers(model, item, layers, made, kept)
+        else:
+            _refuse_decoding(dict(zip(plans, made, strict=True)))
+            pools = (
+                share(model, layers, ids, keys=keys, values=values, n_sink=n_sink, kept=own)
+                for own in kept
+            )
+            answers = (answer_logits(model, pool.agent_cache(1), item) for pool in pools)
+        for name, own, logits in zip(plans, kept, answers, strict=True):
             scores.append(
                 PlanScore(
                     item=item.id,
@@ -88,10 +86,45 @@ def evaluate_plans(
                     full_nll=answer_nll(full, item),
                     exact=bool((logits.argmax(-1) == targets).all()),
                     full_exact=bool((full.argmax(-1) == targets).all()),
-                    kept=held,
+                    kept=sum(len(tokens) for heads in own for tokens in heads),
                     n_tokens=n_tokens,
                 )
             )
         if say is not None:
             say(f"{done} of {len(items)} items scored under {len(plans)} plans")
     return scores
+
+
+def _answers(
+    model: PreTrainedModel,
+    item: EncodedItem,
+    layers: Sequence[LayerKV],
+    plans: Sequence[Plan],
+    kept: Sequence[KeptByPlan],
+) -> Iterator[Float[Tensor, "answer vocab"]]:
+    """The answer's logits under each plan; plans that only differ by layer are rows of a batch."""
+    for alike, group in groupby(zip(plans, kept, strict=True), key=lambda own: _by_layer(own[0])):
+        members = list(group)
+        n_rows = ROWS if alike else 1
+        for start in range(0, len(members), n_rows):
+            made, of_plans = zip(*members[start : start + n_rows], strict=True)
+            cache = held_cache(model, made[0], layers, *of_plans)
+            if made[0].decode is None:
+                yield from answer_logits_of_rows(model, cache, item, len(made))
+            else:
+                yield decoded_logits(model, cache, item)
+                cache.check()
+
+
+def _by_layer(plan: Plan) -> bool:
+    """Whether a plan ends with the prefill and treats a layer's heads alike."""
+    return plan.decode is None and all(isinstance(layer.budget, int) for layer in plan.layers)
+
+
+def _refuse_decoding(plans: Mapping[str, Plan]) -> None:
+    for name, plan in plans.items():
+        if plan.decode is not None:
+            raise ValueError(
+                f"plan {name!r} evicts while decoding, but a pool of quantised tokens does not "
+                "change; score it with keys and values in full precision."
+            )

@@ -136,6 +136,7 @@ class PlanAblations(ExperimentParameters):
     KEEP: Share
     CANDIDATES: Candidates
     N_SHUFFLES: Count
+    N_BUDGET_SHUFFLES: Count
     PHASE_TASKS: SeveralOrNone[NonEmpty]
     N_BOOT: Count
 

@@ -49,7 +49,7 @@ def work_of(chosen: ExperimentParameters) -> Work | None:
             steps = answered * chosen.MAX_NEW_TOKENS
             return _plans(chosen, len(chosen.KEEP), methods, steps)
         case PlanAblations():
-            methods = 2 * chosen.N_SHUFFLES + 8 * len(chosen.CANDIDATES)
+            methods = chosen.N_SHUFFLES + chosen.N_BUDGET_SHUFFLES + 8 * len(chosen.CANDIDATES)
             # Ten plans decode 64 tokens of each phase task's items and of as many quotations.
             steps = 2 * 10 * 64 * len(chosen.PHASE_TASKS) // len(chosen.TASKS)
             return _plans(chosen, 1, methods, steps)

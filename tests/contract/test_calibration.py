@@ -26,10 +26,10 @@ from polykv_lib.evict import (
     SnapKV,
     StreamingLLM,
 )
-from polykv_lib.hf import calibration, single_layer
+from polykv_lib.hf import calibration, single_layer, validation
 from polykv_lib.hf.compat import forward
 from polykv_lib.hf.single_layer import Settings, measure_item
-from polykv_lib.hf.suffix import answer_logits
+from polykv_lib.hf.suffix import answer_logits, decoded_logits
 
 POLICIES = (H2O(recent=0.0), KeyDiff(), StreamingLLM(), D2O())
 N, TARGET = 48, 0.25
@@ -125,7 +125,7 @@ def stepped(model, item, plan, layer):
     forward(model, torch.tensor([item.context_ids]), cache)
     project = model.base_model.layers[layer].self_attn.o_proj
     hook = project.register_forward_hook(lambda _, __, out: caught.append(out[0]))
-    logits = answer_logits(model, cache, item, stepwise=True)
+    logits = decoded_logits(model, cache, item)
     hook.remove()
     cache.check()
     return torch.cat(caught), logits
@@ -317,6 +317,28 @@ def test_plans_are_scored_on_one_prefill(llama, item):
     logits = answer_logits(llama, pool.agent_cache(1), items[1]).log_softmax(-1)
     nll = -logits.gather(1, torch.tensor(items[1].answer_ids)[:, None]).mean()
     assert rows[4].nll == pytest.approx(float(nll), abs=1e-5)
+
+
+def test_plans_in_one_batch_are_scored_as_each_alone(model, item):
+    given = item()
+    plans = {
+        str(i): Plan(
+            layers=(
+                LayerPlan(policy=policy, budget=5 + i), LayerPlan(policy=KeyDiff(), budget=30 - i)
+            )
+        )
+        for i, policy in enumerate((*POLICIES, SnapKV(window=4)) * 2)
+    } | {"heads": Plan.of(H2O(), [(7, 20), 9]), "later": Plan.uniform(H2O(), 9, 2)}  # fmt: skip
+    assert len(plans) > validation.ROWS
+    together = hf.evaluate_plans(model, [given], plans)
+    assert [s.plan for s in together] == list(plans)
+    for score in together:
+        plan = plans[score.plan]
+        pool = pk.build_pool(model, torch.tensor([given.context_ids]), **LOSSLESS, plan=plan)
+        logits = answer_logits(model, pool.agent_cache(1), given)
+        assert score.nll == pytest.approx(nll_of(logits, given), abs=1e-5)
+        assert score.kept == sum(map(sum, pool.kept_per_head))
+    assert len({round(s.nll, 4) for s in together}) == len(plans)
 
 
 def test_plans_that_evict_while_decoding_are_scored_token_by_token(llama, item):

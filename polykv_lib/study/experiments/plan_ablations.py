@@ -23,13 +23,13 @@ from polykv_lib.study.experiments.eviction_items import POLICIES, Wanted, single
 from polykv_lib.study.experiments.eviction_plans import best_single
 from polykv_lib.study.experiments.eviction_scores import check_evicted, protocol
 from polykv_lib.study.experiments.plan_phases import long_answers
-from polykv_lib.study.experiments.plan_variants import Variant, placements, variants
+from polykv_lib.study.experiments.plan_variants import Variant, What, placements, variants
 from polykv_lib.study.record import Outcome, Row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Wanted):
-    """One point; `n_shuffles` placements are drawn of the policies, and as many of the budgets.
+    """One point; placements of the policies and of the budgets are drawn by chance.
 
     `phase_tasks` have answers long enough for a decode phase; none: no table of phases.
     """
@@ -37,7 +37,8 @@ class Settings(Wanted):
     model: str
     keep: float
     candidates: Sequence[str]
-    n_shuffles: int
+    n_shuffles: int  # of the policies
+    n_budget_shuffles: int
     phase_tasks: Sequence[str]
     n_boot: int
 
@@ -61,7 +62,8 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
         "policies": [POLICIES[name] for name in point.candidates],
     }
     made = list(variants(measure(model, items, say=say, **measuring), best, each[best]))
-    drawn = list(placements(made, point.n_shuffles, point.seed))
+    counts: dict[What, int] = {"policies": point.n_shuffles, "budgets": point.n_budget_shuffles}
+    drawn = list(placements(made, counts, point.seed))
     plans = {v.name: v.plan for v in [*made, *drawn]}
     scores = hf.evaluate_plans(model, [a.encoded for a in test], plans, say=say)
     _check(scores, model)

@@ -1,6 +1,6 @@
 """The plans that the ablations compare: a signal and its opposite, parts of ours, placements."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
@@ -70,11 +70,11 @@ def variants(measured: Measurements, best: str, uniform: PlanFor) -> Iterator[Va
             yield by(f"both, calibrated on {content}", OURS, Recipe(), part)
 
 
-def placements(made: Sequence[Variant], n: int, seed: int) -> Iterator[Variant]:
-    """The same policies in other layers, and the same budgets in other layers, `n` of each."""
+def placements(made: Sequence[Variant], counts: Mapping[What, int], seed: int) -> Iterator[Variant]:
+    """The same policies in other layers, and the same budgets in other layers, so many of each."""
     named = {(v.group, v.signal): v for v in made if v.direction == "forward"}
     for what, signal in SHUFFLED.items():
-        for i in range(n):
+        for i in range(counts[what]):
             plan = _shuffled(named[what, signal].plan, what, seed + i)
             yield Variant(group=what, signal=signal, direction=f"shuffle {i}", plan=plan)
 
