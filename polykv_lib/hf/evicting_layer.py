@@ -127,7 +127,7 @@ class EvictingLayer(DynamicLayer):
                 own = query.unflatten(1, (self.n_heads, -1))[:, list(heads)].flatten(1, 2)
                 part, _ = attend(own, layer.keys, layer.values, scale, _visible(layer, n_new))
                 grouped[:, list(heads)] = part.to(out.dtype).unflatten(1, (len(heads), -1))
-                if self.decode is None and real is None:
+                if self.decode is None and not self.is_prefill and real is None:
                     self.held[i] = replace(layer, queries=None)
                 else:
                     [self.held[i]] = self._evict(layer, {i: tuple(range(len(heads)))})
