@@ -1,7 +1,7 @@
 """The only room that imports transformers: models, caches, attention and the verbs over them."""
 
 from polykv_lib.hf.attention import prepare
-from polykv_lib.hf.baselines import PooledAgent, expanded_cache, full_cache
+from polykv_lib.hf.baselines import PooledAgent, expanded_cache, folded_cache, full_cache
 from polykv_lib.hf.build import (
     build_pool,
     evict_document,
@@ -33,6 +33,7 @@ __all__ = [
     "evaluate_plans",
     "evict_document",
     "expanded_cache",
+    "folded_cache",
     "footprint",
     "full_cache",
     "greedy",

@@ -86,5 +86,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = layer.masks.rows(attention_mask, query.shape[1] // layer.n_heads, query.dtype)
     own = attend(query, key, value, scale, mask)
-    out, _ = attend_pieces(query, layer.pieces, layer.n_heads, scale, own)
+    out = own[0]
+    if layer.pieces:
+        out, _ = attend_pieces(query, layer.pieces, layer.n_heads, scale, own)
     return out.to(query.dtype).transpose(1, 2).contiguous(), None

@@ -15,12 +15,24 @@ from polykv_lib.pool import SharedKVPool
 
 @torch.no_grad()
 def logits(
-    model: PreTrainedModel, cache: Any, ids: Int[Tensor, "agent token"], n_seen: int
-) -> Float[Tensor, "agent token vocab"]:
-    """Logits in fp32 of tokens fed after `n_seen` others that the cache has seen."""
+    model: PreTrainedModel,
+    cache: Any,
+    ids: Int[Tensor, "agent token"],
+    n_seen: int,
+    *,
+    keep: int = 0,
+) -> Float[Tensor, "agent kept vocab"]:
+    """Logits in fp32 of tokens fed after `n_seen` others that the cache has seen.
+
+    Of the last `keep` tokens alone; 0 for all.
+    """
     positions = n_seen + torch.arange(ids.shape[1], device=model.device)
     output = compat.forward(
-        model, ids.to(model.device), cache, position_ids=positions.expand(ids.shape)
+        model,
+        ids.to(model.device),
+        cache,
+        position_ids=positions.expand(ids.shape),
+        logits_to_keep=keep,
     )
     return output.logits.float()
 

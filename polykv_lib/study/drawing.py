@@ -61,6 +61,9 @@ LOOKS = {
     "shared-pool": Look(label="one shared pool", colour="#4477AA", marker="D"),
     "expanded-batch": Look(label="a full copy each", colour="#444444", marker="s", line=":"),
     "pooled-agent": Look(label="paper: decompressed each", colour="#EE6677", marker="o", line="-."),
+    "expanded-folded": Look(label="the same, heads folded", colour="#AA3377", marker="<"),
+    "no-document-folded": Look(label="no document, folded", colour="#BBBBBB", marker="x"),
+    "prefill-again": Look(label="read all again", colour="#B8A000", marker="v"),
     "pool": Look(label="pool", colour="#4477AA", marker="D"),
     "unrelated-document": Look(label="unrelated document", colour="#B8A000", marker="v", line="-."),
     "no-document": Look(label="no document", colour="#888888", marker="x", line=":"),
@@ -148,6 +151,12 @@ def counted(rows: pd.DataFrame, of: str) -> str:
         return ""
     span = f"{n.min():.0f}" if n.min() == n.max() else f"{n.min():.0f} to {n.max():.0f}"
     return f"n = {span} {of}"
+
+
+def titled(rows: pd.DataFrame, of: str) -> str:
+    """The models that rows are about, and how many the intervals are over."""
+    models = ", ".join(sorted(rows["model"].dropna().unique()))
+    return ", ".join(part for part in (models, counted(rows, of)) if part)
 
 
 def save(figure: Figure, out: Path, name: str, formats: tuple[str, ...]) -> list[Path]:

@@ -18,42 +18,28 @@ from polykv_lib.study import figures_eviction as eviction
 from polykv_lib.study.drawing import (
     COLUMN,
     TEXT,
-    counted,
     house_style,
     legend_below,
     look,
     save,
     series,
     ticks_at,
+    titled,
     write_beside,
 )
 from polykv_lib.study.figures_inversion import ppl_controls
+from polykv_lib.study.figures_memory import decode_step, memory_vs_agents, memory_vs_context
+from polykv_lib.study.figures_throughput import (
+    first_token_vs_context,
+    held_vs_agents,
+    step_vs_context,
+    throughput_vs_agents,
+)
 from polykv_lib.study.platform import Places
 from polykv_lib.study.published_points import published_inversions, published_memory
 from polykv_lib.study.record import Record
 from polykv_lib.study.rows import pick, tidy
 from polykv_lib.study.store import collect, write_atomically
-
-GEOMETRY, AGENTS, TOKENS = "llama-3-8b", 15, 5035  # the published run that ours stand beside
-
-
-def memory_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
-    """GB of KV cache over the number of agents, at one document length."""
-    at = _one_geometry(numbers)
-    ours = set(pick(at, kind="computed")["context_tokens"])
-    tokens = TOKENS if TOKENS in ours else max(ours)
-    _memory(pick(at, context_tokens=tokens), "n_agents", ax)
-    ax.set_xticks(sorted(at["n_agents"].dropna().unique()))
-    ax.set(xlabel="agents", title=f"{at['geometry'].iloc[0]}, {tokens:,.0f} tokens in the pool")
-
-
-def memory_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
-    """GB of KV cache over the document's length, at one number of agents."""
-    at = _one_geometry(numbers)
-    built = at["kind"] == "measured"  # a pool is the same for any number of agents
-    _memory(at[built | (at["n_agents"] == AGENTS)], "context_tokens", ax)
-    ticks_at(ax, pick(at, kind="computed")["context_tokens"])
-    ax.set(xlabel="tokens in the pool", title=f"{at['geometry'].iloc[0]}, {AGENTS} agents")
 
 
 def ppl_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
@@ -70,7 +56,7 @@ def ppl_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
         series(ax, rows["prefix_tokens"] * aside, rows, codec)
     ticks_at(ax, deltas["prefix_tokens"])
     ax.set(xlabel="tokens in the pool", ylabel="perplexity change [%]")
-    ax.set_title(f"{_title(deltas, 'articles')}, {protocol}")
+    ax.set_title(f"{titled(deltas, 'articles')}, {protocol}")
     legend_below(ax)
 
 
@@ -83,7 +69,7 @@ def kl_vs_bits(numbers: pd.DataFrame, ax: Axes) -> None:
         if codec != "full":
             series(ax, bits[[codec] * len(rows)], rows, codec)
     ax.set(yscale="log", xlabel="bits an element, all stored bytes counted")
-    ax.set(ylabel="KL from the full cache [nats]", title=_title(kl, "articles"))
+    ax.set(ylabel="KL from the full cache [nats]", title=titled(kl, "articles"))
     legend_below(ax)
 
 
@@ -102,21 +88,7 @@ def fidelity_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
         series(ax, rows["n_agents"], rows, control)
     encoders = ", ".join(sorted(scores["encoder"].dropna().unique()))
     ax.set(xlabel="agents in one batch", ylabel=f"BERTScore F1\n({encoders})")
-    ax.set(title=_title(scores, "articles"), xticks=sorted(scores["n_agents"].unique()))
-    legend_below(ax)
-
-
-def decode_step(numbers: pd.DataFrame, ax: Axes) -> None:
-    """Milliseconds of one decoding step for all agents, by method, on the longest document."""
-    times = pick(numbers, table="decode_step", metric="ms_per_step")
-    tokens = times["context_tokens"].max()
-    times = pick(times, context_tokens=tokens)
-    for method in times["method"].unique():
-        rows = pick(times, method=method).sort_values("n_agents")
-        series(ax, rows["n_agents"], rows, method)
-    ax.set(xlabel="agents in one batch", ylabel="one step of all agents [ms]", ylim=(0, None))
-    ax.set(xticks=sorted(times["n_agents"].unique()))
-    ax.set_title(f"{_title(times, 'rounds')}, {tokens:,.0f} tokens")
+    ax.set(title=titled(scores, "articles"), xticks=sorted(scores["n_agents"].unique()))
     legend_below(ax)
 
 
@@ -145,6 +117,10 @@ FIGURES = {
     "budget_sweep": Drawing(draw=eviction.budget_sweep, table="recovery"),
     "budget_sweep_gap": Drawing(draw=eviction.budget_sweep_gap, table="recovery"),
     "plan_map": Drawing(draw=eviction.plan_map, table="plan", width=TEXT, by=("suite", "question")),
+    "throughput_vs_agents": Drawing(draw=throughput_vs_agents, table="throughput", width=TEXT),
+    "step_vs_context": Drawing(draw=step_vs_context, table="throughput", width=TEXT),
+    "held_vs_agents": Drawing(draw=held_vs_agents, table="throughput", width=TEXT),
+    "first_token_vs_context": Drawing(draw=first_token_vs_context, table="first_token", width=TEXT),
 }
 
 
@@ -205,44 +181,3 @@ def _fingerprints(records: Sequence[Record], keys: set[str]) -> dict[str, str]:
         for record in records
         if record.key in keys
     }
-
-
-def _one_geometry(numbers: pd.DataFrame) -> pd.DataFrame:
-    """The published geometry, or the first of ours where it was left out."""
-    ours = list(pick(numbers, table="pool_memory", kind="computed")["geometry"])
-    return pick(numbers, table="pool_memory", geometry=GEOMETRY if GEOMETRY in ours else ours[0])
-
-
-def _memory(at: pd.DataFrame, over: str, ax: Axes) -> None:
-    lines = {"without": ("without_bytes", "paper"), "shared": ("shared_bytes", "paper")}
-    lines |= {codec: ("pool_bytes", codec) for codec in ("paper", "polykv")}
-    for name, (metric, codec) in lines.items():
-        rows = pick(at, metric=metric, codec=codec).sort_values(over)
-        style = look(name)
-        gb = pick(rows, kind="computed")
-        width = 3.0 if name == "paper" else 1.2  # the two pools all but coincide
-        ax.plot(
-            gb[over], gb["value"] / 1e9, c=style.colour, ls=style.line, lw=width, label=style.label
-        )
-        built = pick(rows, kind="measured")
-        where = built[over].fillna(1)  # a pool counted once, for any number of agents
-        ax.plot(where, built["value"] / 1e9, c=style.colour, marker=style.marker, ls="")
-        paper = pick(rows, kind="paper")
-        if len(paper):
-            ax.plot(
-                paper[over],
-                paper["value"] / 1e9,
-                c=style.colour,
-                marker=style.marker,
-                mfc="white",
-                ls=(0, (4, 2)),
-                lw=0.7,
-                label="published (float32 bytes)" if name == "paper" else None,
-            )
-    ax.set(yscale="log", ylabel="KV cache [GB]")
-    legend_below(ax)
-
-
-def _title(rows: pd.DataFrame, of: str) -> str:
-    models = ", ".join(sorted(rows["model"].dropna().unique()))
-    return ", ".join(part for part in (models, counted(rows, of)) if part)

@@ -20,6 +20,12 @@ METHODS = {
     "expanded-batch": "an ordinary cache, one copy an agent",
     "pooled-agent": "the paper's way, one decompressed cache an agent",
 }
+SPEEDUPS = {
+    "over_floor": "step / step without document",
+    "faster_than_expanded": "step, times faster than an ordinary cache, one copy an agent",
+    "faster_than_folded": "the same, its heads folded",
+    "faster_than_pooled": "step, times faster than the paper's way",
+}
 CONTROLS = {
     "pool": "answers from the pool",
     "unrelated-document": "control: an unrelated document",
@@ -103,6 +109,38 @@ HEADLINES = (
         for method, name in METHODS.items()
     ),
     *(
+        Headline(what=f"{label}, {name}", table="speedup", metric=metric, where={"codec": codec})
+        for codec, name in CODECS.items()
+        for metric, label in SPEEDUPS.items()
+    ),
+    *(
+        Headline(
+            what=f"{label}, {name}",
+            table=table,
+            metric=metric,
+            where={"codec": codec, "method": method},
+        )
+        for codec, name in CODECS.items()
+        for table, method, metric, label in (
+            ("encode", "encode", "over_prefill", "encoding / prefill"),
+            (
+                "first_token",
+                "shared-pool",
+                "times_sooner",
+                "first token sooner than by reading again",
+            ),
+        )
+    ),
+    *(
+        Headline(
+            what=f"prefill with {policy} / plain prefill",
+            table="prefill",
+            metric="over_prefill",
+            where={"method": policy},
+        )
+        for policy in ("SnapKV", "H2O")
+    ),
+    *(
         Headline(
             what=f"BERTScore F1 against the full cache's answers, {name}",
             table="fidelity",
@@ -173,6 +211,9 @@ def _line(headline: Headline, row: pd.Series) -> dict[str, str]:
     if not pd.isna(row["keep"]):
         asked = f"{row['suite']} suite, question {row['question']}"
         sizes += [asked, f"{row['keep']:.0%} of the tokens kept"]
+    if not pd.isna(row["threads"]):
+        on = f"CPU threads: {row['threads']:.0f}" if row["device"] == "cpu" else row["device"]
+        sizes += [str(row["dtype"]), on]
     return {
         "what": headline.what,
         "setting": ", ".join([*named, *sizes]),

@@ -18,6 +18,8 @@ class Own:
     kind: str = "measured"
 
 
+MACHINE = ("model", "device", "dtype", "threads")
+
 OWN = {
     "pool_memory": Own(
         title="KV bytes by geometry, document length, agents and codec, computed from shapes",
@@ -46,6 +48,57 @@ OWN = {
         table="decode_step",
         by=("model", "context_tokens", "n_agents", "method"),
         metrics=("ms_per_step",),
+    ),
+    "throughput": Own(
+        title="Decode steps of N agents: all methods interleaved in one run, answers checked first",
+        table="throughput",
+        by=(*MACHINE, "context_tokens", "n_agents", "method", "codec"),
+        metrics=("tokens_per_s", "step_ms", "step_min_ms", "held_bytes", "peak_bytes"),
+    ),
+    "speedup": Own(
+        title="A pool's step beside the other methods', round by round",
+        table="speedup",
+        by=(*MACHINE, "context_tokens", "n_agents", "codec"),
+        metrics=(
+            *("over_floor", "faster_than_expanded", "faster_than_folded"),
+            "faster_than_pooled",
+        ),
+    ),
+    "scaling_in_agents": Own(
+        title="What one more agent adds: least squares over the numbers of agents",
+        table="scaling_in_agents",
+        by=(*MACHINE, "context_tokens", "method", "codec"),
+        metrics=("ms_per_agent", "bytes_per_agent"),
+    ),
+    "prefill": Own(
+        title="Reading the document, with and without eviction",
+        table="prefill",
+        by=(*MACHINE, "context_tokens", "method"),
+        metrics=("ms", "over_prefill"),
+    ),
+    "encode": Own(
+        title="Encoding the document's cache, beside its plain prefill",
+        table="encode",
+        by=(*MACHINE, "context_tokens", "codec"),
+        metrics=("ms", "over_prefill"),
+    ),
+    "first_token": Own(
+        title="First token of a new agent, and how much sooner than by reading all again",
+        table="first_token",
+        by=(*MACHINE, "context_tokens", "method", "codec"),
+        metrics=("ms", "times_sooner"),
+    ),
+    "checks": Own(
+        title="Answers of every timed method beside those of a plain cache",
+        table="checks",
+        by=(*MACHINE, "context_tokens", "method", "codec"),
+        metrics=("tokens_equal", "kl_nats", "kl_full_nats"),
+    ),
+    "bandwidth": Own(
+        title="Attention of one step on random keys and values, beside the device's copying",
+        table="bandwidth",
+        by=(*MACHINE, "geometry", "context_tokens", "n_agents", "method", "codec"),
+        metrics=("step_ms", "read_bytes", "gb_per_s", "share_of_copy", "relative_error"),
     ),
     "ppl": Own(
         title="Perplexity and agreement with the full cache (paired over documents)",

@@ -1,8 +1,10 @@
 """What parameters are made of: strict types that read text at its meaning, and the common ones."""
 
+import difflib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -26,6 +28,13 @@ def parse(value: Any) -> Any:
             return value
 
 
+def near(name: str, known: Iterable[str]) -> str:
+    """The known name nearest to a misspelt one, as a question that ends the sentence, else "."."""
+    by_capitals = {k.upper(): k for k in known}
+    found = difflib.get_close_matches(name.upper(), by_capitals, n=1)
+    return f"; did you mean {by_capitals[found[0]]}?" if found else "."
+
+
 def _whole(value: Any) -> Any:
     value = parse(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -43,6 +52,9 @@ def _list(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Minutes = Annotated[int | float, BeforeValidator(parse), Field(ge=0)]
+Positive = Annotated[int | float, BeforeValidator(parse), Field(gt=0)]
+FloatDtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", FloatDtype]
 Share = Annotated[float, BeforeValidator(parse), Field(gt=0, lt=1)]
 Flag = Annotated[bool, BeforeValidator(parse)]
 Text = Annotated[str, BeforeValidator(_text)]
@@ -90,7 +102,8 @@ def _control(name: str) -> str:
 
 Codecs = Several[Annotated[Text, AfterValidator(_codec)]]
 Controls = Several[Annotated[Text, AfterValidator(_control)]]
-Geometries = Several[Annotated[Text, AfterValidator(_geometry)]]
+OneGeometry = Annotated[Text, AfterValidator(_geometry)]
+Geometries = Several[OneGeometry]
 Policies = Several[Annotated[Text, AfterValidator(_policy)]]
 Candidates = Several[Annotated[Text, AfterValidator(_candidate)]]
 

@@ -1,6 +1,5 @@
 """The parameters of each notebook: choices and ranges, and errors of one line."""
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -13,15 +12,20 @@ from polykv_lib.study.param_types import (
     Controls,
     Count,
     CountOrZero,
+    Dtype,
     ExperimentParameters,
+    FloatDtype,
     Geometries,
     NonEmpty,
+    OneGeometry,
     Parameters,
     Policies,
+    Positive,
     Several,
     SeveralOrNone,
     Share,
     Text,
+    near,
 )
 
 __all__ = [
@@ -141,6 +145,26 @@ class PlanAblations(ExperimentParameters):
     N_BOOT: Count
 
 
+class Throughput(ExperimentParameters):
+    """Times and bytes of agents on one document, beside what else people would use."""
+
+    experiment = "throughput"
+
+    DTYPE: Dtype
+    THREADS: CountOrZero
+    CONTEXT_TOKENS: Several[Count]
+    N_AGENTS: Several[Count]
+    CODECS: Codecs
+    ROUNDS: Count
+    ONCE_ROUNDS: Count
+    ANSWER_TOKENS: Count
+    MAX_CACHE_GB: Positive
+    GEOMETRY: OneGeometry
+    GEOMETRY_TOKENS: Several[Count]
+    GEOMETRY_AGENTS: Several[Count]
+    GEOMETRY_DTYPES: Several[FloatDtype]
+
+
 class Figures(Parameters):
     """Figures from stored results."""
 
@@ -157,6 +181,7 @@ NOTEBOOKS: dict[str, type[Parameters]] = {
     "06_paper_vs_ours": Parameters,
     "07_figures": Figures,
     "08_inversion_controls": InversionControls,
+    "09_throughput": Throughput,
 }
 
 
@@ -212,13 +237,6 @@ def refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
         raise ParameterError(
             f"unknown parameter {name}{near(name, known)} {where} takes {', '.join(known)}"
         )
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """The known name nearest to a misspelt one, as a question that ends the sentence, else "."."""
-    by_capitals = {k.upper(): k for k in known}
-    found = difflib.get_close_matches(name.upper(), by_capitals, n=1)
-    return f"; did you mean {by_capitals[found[0]]}?" if found else "."
 
 
 def _one_line(error: ValidationError, notebook: str) -> str:

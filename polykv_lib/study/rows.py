@@ -10,6 +10,7 @@ _FIELDS = ("profile", "experiment", "key", "table", "metric", "value", "unit", "
 _DIMS = (
     *("model", "codec", "protocol", "prefix_tokens", "text", "document", "geometry"),
     *("context_tokens", "n_agents", "method", "control", "encoder", "layer", "rescaled"),
+    *("dtype", "threads", "device", "peer", "version"),
     *("suite", "question", "keep", "family", "role", "policy", "varied", "signal", "direction"),
     *("against", "distance", "phase"),
 )

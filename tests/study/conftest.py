@@ -200,6 +200,43 @@ def _budget(setting: dict[str, Any]) -> Iterator[Row]:
         yield _row("phases", "kl_nats", 0.3 + i, "nats", n=8, phase="decode", **varied)
 
 
+def _throughput() -> Iterator[Row]:
+    at = {"model": MODEL, "device": "cpu", "dtype": "bfloat16", "threads": 1}
+    per_agent = {
+        ("shared-pool", "full"): 0.5, ("shared-pool", "paper"): 0.4, ("shared-pool", "polykv"): 0.45,
+        ("expanded-batch", "full"): 9.0, ("expanded-folded", "full"): 3.0, ("pooled-agent", "paper"): 12.0,
+        ("no-document", None): 0.2,
+    }  # fmt: skip
+    for tokens in (512, 2048):
+        for (method, codec), slope in per_agent.items():
+            own: dict[str, Any] = at | {"context_tokens": tokens, "method": method, "codec": codec}
+            for n in (1, 4, 15):
+                ms = 30 + slope * n * tokens / 512
+                spread = {"n": 7, "lo": 0.9 * ms, "hi": 1.2 * ms}
+                yield _row("throughput", "step_ms", ms, "ms", n_agents=n, **spread, **own)
+                yield _row("throughput", "tokens_per_s", 1000 * n / ms, "1/s", n_agents=n, **own)
+                yield _row("throughput", "held_bytes", 1e6 * ms, "B", n_agents=n, **own)
+            yield _row("scaling_in_agents", "ms_per_agent", slope, "ms", n=3, **own)
+            if method == "shared-pool" and codec != "full":
+                for metric in (
+                    *("over_floor", "faster_than_expanded", "faster_than_folded"),
+                    "faster_than_pooled",
+                ):
+                    yield _row("speedup", metric, 2.0, "x", n=7, n_agents=15, **own)
+            if method != "no-document":
+                yield _row("first_token", "ms", 50 + slope, "ms", n=3, **own)
+                yield _row("first_token", "times_sooner", 20.0, "x", n=3, **own)
+            if codec is not None:
+                yield _row("checks", "kl_nats", 0.001, "nats", n=48, **own)
+                yield _row("bandwidth", "gb_per_s", 9.0, "GB/s", geometry="llama-3-8b", **own)
+            if method == "shared-pool":
+                once = at | {"context_tokens": tokens, "method": "encode", "codec": codec}
+                yield _row("encode", "over_prefill", 0.02, "x", n=3, **once)
+        for policy in ("plain", "SnapKV", "H2O"):
+            once = at | {"context_tokens": tokens, "method": policy}
+            yield _row("prefill", "over_prefill", 1.1, "x", n=3, **once)
+
+
 @pytest.fixture(scope="session")
 def synthetic() -> list[Record]:
     groups = {
@@ -208,6 +245,7 @@ def synthetic() -> list[Record]:
         "agent_fidelity": list(_fidelity()),
         "plan_recovery": list(_plans()),
         "inversion_controls": list(_controls()),
+        "throughput": list(_throughput()),
     }
     return [
         Record(
@@ -272,7 +310,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads only wait for each other at this size
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "load_model", lambda name: (model, tokenizer))
+        patch.setattr(hf, "load_model", lambda name, **_: (model, tokenizer))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield model, tokenizer
     torch.set_num_threads(n_threads)

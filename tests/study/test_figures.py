@@ -70,6 +70,36 @@ def test_decode_step_starts_at_zero_and_has_every_method(synthetic: list[Record]
     assert "2,048 tokens" in ax.get_title(loc="left")
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        figures.throughput_vs_agents,
+        figures.step_vs_context,
+        figures.held_vs_agents,
+        figures.first_token_vs_context,
+    ],
+    ids=lambda d: d.__name__,
+)
+def test_throughput_has_a_line_a_method_and_names_its_setting(
+    draw: Draw, synthetic: list[Record]
+) -> None:
+    ax = drawn(draw, synthetic)
+    labels = {c.get_label() for c in ax.containers}
+    assert {"one shared bf16 copy", "pool, paper's codec", "pool, polykv"} < labels
+    assert {"a full copy each", "the same, heads folded"} < labels
+    assert ("no document" in labels) == (draw is not figures.first_token_vs_context)
+    assert ax.get_title(loc="left").startswith("smollm2-135m, bfloat16, 1 thread")
+
+
+def test_a_step_is_drawn_at_fifteen_agents_with_its_interval(synthetic: list[Record]) -> None:
+    ax = drawn(figures.step_vs_context, synthetic)
+    ms = [30 + 0.4 * 15 * tokens / 512 for tokens in (512, 2048)]
+    assert bars(ax)["pool, paper's codec"] == pytest.approx(
+        np.array([[0.9 * t, 1.2 * t] for t in ms])
+    )
+    assert "15 agents, n = 7 rounds" in ax.get_title(loc="left")
+
+
 def test_recovery_has_a_bar_a_plan_and_family_with_its_interval(synthetic: list[Record]) -> None:
     ax = drawn(figures_eviction.recovery_by_family, synthetic)
     heights = {c.get_label(): [bar.get_height() for bar in c] for c in ax.containers if len(c) == 3

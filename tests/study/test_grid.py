@@ -124,6 +124,7 @@ def test_a_file_that_is_no_grid_is_refused_in_one_line(tmp_path: Path) -> None:
             load_grid(tmp_path / f"{name}.yaml")
         assert "\n" not in str(caught.value)
     with pytest.raises(
-        ParameterError, match=r"no profile 'offlne' in .*Known: offline, offline-full, smoke, t4"
+        ParameterError,
+        match=r"no profile 'offlne' in .*Known: bench-gpu, offline, offline-full, smoke, t4",
     ):
         load_grid(GRIDS / "offlne.yaml")

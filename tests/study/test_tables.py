@@ -228,12 +228,12 @@ def test_each_headline_has_a_command(synthetic: list[Record]) -> None:
 
 def test_readme_is_filled_between_its_markers(synthetic: list[Record], tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{tables.BEGIN}\nold\n{tables.END}\nbelow\n")
+    readme.write_text(f"above\n{tables.BEGIN}\nstale\n{tables.END}\nbelow\n")
     for _ in range(2):
         tables.fill_readme(readme, synthetic)
         head, table, tail = re.split(r"<!-- results:\w+ -->", readme.read_text())
         assert (head, tail) == ("above\n", "\nbelow\n")
-        assert "old" not in table
+        assert "stale" not in table
         assert table.count("polykv run") == len(HEADLINES)
     readme.write_text("no markers")
     with pytest.raises(ValueError, match="has no lines <!-- results:begin -->"):

@@ -2,111 +2,139 @@
 
 Methods: "shared-pool" (one batch that reads the pool), "expanded-batch" (one batch over an ordinary
 cache with a dense copy an agent), "pooled-agent" (the published way: every agent alive with its own
-decompressed cache, one after another) and "no-document" (the same batch without any).
+decompressed cache, one after another) and "no-document" (the same batch without any). Two of them
+also come "-folded": through this library's attention, which takes the query heads of a KV head as
+rows, where the stock attention of transformers is several times slower on a CPU.
 """
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from polykv_lib import hf
-from polykv_lib.metrics.intervals import Interval, median_interval
+from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.memory import peak_memory
 from polykv_lib.pool import SharedKVPool
+from polykv_lib.study.experiments.timing import interleaved_ms
 
 ANSWER_TOKENS: Final = 64  # `ask`'s default; an agent is weighed after an answer of this length
 PEAK_TOKENS: Final = 4  # new tokens while the peak is taken: it is reached at the first ones
-DENSE: Final = "expanded-batch"  # the only method with a document that needs no pool
-METHODS: Final = ("shared-pool", DENSE, "pooled-agent", "no-document")
+DENSE: Final = ("expanded-batch", "expanded-folded")  # those with a document that need no pool
+METHODS: Final = ("shared-pool", "expanded-batch", "pooled-agent", "no-document")
+FOLDED: Final = ("expanded-folded", "no-document-folded")
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agents:
-    """N agents that ask the same question about one document."""
+    """N agents that ask the same question about one document, by one method."""
 
     model: Any
     pool: SharedKVPool
     question: list[int]
     n: int
+    method: str = "shared-pool"
 
-    def open(self, method: str) -> list[tuple[Any, int]]:
+    def open(self) -> list[tuple[Any, int]]:
         """Fresh caches, each with the number of agents that share it."""
-        match method:
+        match self.method:
             case "shared-pool":
                 return [(self.pool.agent_cache(self.n), self.n)]
             case "expanded-batch":
                 return [(hf.expanded_cache(self.pool, self.n), self.n)]
+            case "expanded-folded":
+                dense = [LayerKV(keys=k, values=v) for k, v in map(self.pool.read, self._layers)]
+                return [(hf.folded_cache(dense, self.pool.geometry, self.n), self.n)]
             case "pooled-agent":
                 return [(hf.expanded_cache(self.pool), 1) for _ in range(self.n)]
             case "no-document":
                 return [(hf.full_cache([]), self.n)]
-        raise ValueError(f"no method {method!r}; choose one of: {', '.join(METHODS)}.")
+            case "no-document-folded":
+                return [(hf.folded_cache([], self.pool.geometry, self.n), self.n)]
+        known = ", ".join((*METHODS, *FOLDED))
+        raise ValueError(f"no method {self.method!r}; choose one of: {known}.")
 
-    def n_seen(self, method: str) -> int:
-        """Tokens that lie before the agents' own."""
-        return 0 if method == "no-document" else self.pool.n_tokens
+    def asked(self) -> list[tuple[Any, int]]:
+        """Fresh caches in which every agent has read the question."""
+        caches = self.open()
+        self.feed(caches, self.question)
+        return caches
 
-    def feed(self, caches: Sequence[tuple[Any, int]], ids: Sequence[int], n_seen: int) -> None:
-        """Every agent reads the same tokens after the `n_seen` before them."""
-        for cache, rows in caches:
-            hf.logits(self.model, cache, torch.tensor([ids]).expand(rows, -1), n_seen)
+    def feed(
+        self, caches: Sequence[tuple[Any, int]], ids: Sequence[int]
+    ) -> list[Float[Tensor, "agent one vocab"]]:
+        """Every agent reads the same tokens; the logits of the last one, cache by cache."""
+        return [
+            hf.logits(
+                self.model,
+                cache,
+                torch.tensor([ids]).expand(rows, -1),
+                cache.get_seq_length(),
+                keep=1,
+            )
+            for cache, rows in caches
+        ]
+
+    def answers(self, prompts: Sequence[list[int]], n_tokens: int) -> list[list[int]]:
+        """Greedy answers of so many tokens to different prompts, one an agent."""
+        answers: list[list[int]] = []
+        n_seen = 0 if self.method.startswith("no-document") else self.pool.n_tokens
+        for cache, rows in replace(self, n=len(prompts)).open():
+            asked = prompts[len(answers) : len(answers) + rows]
+            answers += hf.greedy(self.model, cache, asked, n_seen=n_seen, max_new_tokens=n_tokens)
+        return answers
 
     def suffix(self) -> tuple[float, float]:
         """Bytes an agent on the shared pool wrote, and bytes its cache holds, after an answer.
 
         Held bytes are those of the tensors' whole storages: room reserved ahead counts.
         """
-        caches = self.open("shared-pool")
+        caches = self.asked()
         [(cache, _)] = caches
-        self.feed(caches, self.question, self.pool.n_tokens)
-        self.feed(caches, self.question[:1] * (ANSWER_TOKENS - 1), cache.get_seq_length())
+        self.feed(caches, self.question[:1] * (ANSWER_TOKENS - 1))
         return cache.nbytes / self.n, held_bytes(cache) / self.n
 
-    def peak(self, method: str) -> tuple[int, str]:
+    def peak(self) -> tuple[int, str]:
         """Highest memory of the method above the model, its pool included, and how it was read."""
         with peak_memory(self.model.device) as peak:
-            caches = self.open(method)
-            for cache, rows in caches:
-                hf.greedy(
-                    self.model,
-                    cache,
-                    [self.question] * rows,
-                    n_seen=self.n_seen(method),
-                    max_new_tokens=PEAK_TOKENS,
-                )
-        return peak.added_bytes + (0 if method == DENSE else self.pool.nbytes), peak.source
+            self.answers([self.question] * self.n, PEAK_TOKENS)
+        return peak.added_bytes + (0 if self.method in DENSE else self.pool.nbytes), peak.source
 
-    def step_ms(self, rounds: int) -> Iterator[tuple[str, Interval | None]]:
-        """Time of one new token for all agents: each method's turn comes once a round.
+    def held(self) -> int:
+        """Bytes that pool and caches hold once every agent has read the question."""
+        shared = self.pool.nbytes if self.method in ("shared-pool", "pooled-agent") else 0
+        return shared + sum(held_bytes(cache) for cache, _ in self.asked())
 
-        A method whose caches do not fit the GPU beside the others has no time.
-        """
-        opened: dict[str, list[tuple[Any, int]]] = {}
-        for method in METHODS:
-            try:
-                opened[method] = self.open(method)
-                self.feed(opened[method], self.question, self.n_seen(method))
-            except torch.OutOfMemoryError:
-                opened.pop(method, None)
-        times_ms: dict[str, list[float]] = {method: [] for method in opened}
-        for i in range(1 + rounds):  # the first round warms up
-            for method, caches in opened.items():
-                n_seen = self.n_seen(method) + len(self.question) + i
-                self._synchronize()
-                start_s = time.perf_counter()
-                self.feed(caches, self.question[:1], n_seen)
-                self._synchronize()
-                times_ms[method].append(1000 * (time.perf_counter() - start_s))
-        for method in METHODS:
-            yield method, median_interval(times_ms[method][1:]) if method in opened else None
+    @property
+    def n_copies(self) -> int:
+        """Dense copies of the document alive at once."""
+        return self.n if self.method in (*DENSE, "pooled-agent") else 0
 
-    def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+    @property
+    def _layers(self) -> range:
+        return range(len(self.pool.layers))
+
+
+def step_ms(agents: Mapping[K, Agents], rounds: int) -> dict[K, list[float]]:
+    """Milliseconds of one new token for all agents of each entry, interleaved, after the question.
+
+    An entry whose caches do not fit the memory beside the others is left out.
+    """
+    steps: dict[K, Callable[[], Any]] = {}
+    for name, some in agents.items():
+        with suppress(torch.OutOfMemoryError):
+            steps[name] = _step(some, some.asked())
+    [device] = {some.model.device for some in agents.values()}
+    return interleaved_ms(steps, rounds, device)
+
+
+def _step(agents: Agents, caches: Sequence[tuple[Any, int]]) -> Callable[[], Any]:
+    return lambda: agents.feed(caches, agents.question[:1])
 
 
 def held_bytes(cache: Any) -> int:

@@ -5,7 +5,7 @@ shape of models that do not fit here, and agents run on the model that does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from polykv_lib import hf
 from polykv_lib.kv import Geometry, LayerKV
+from polykv_lib.metrics.intervals import median_interval
 from polykv_lib.metrics.memory import dense_bytes
 from polykv_lib.pool import SharedKVPool, freeze
 from polykv_lib.presets import codec as codec_of
@@ -27,7 +28,7 @@ from polykv_lib.study.experiments.common import (
     row,
     settings,
 )
-from polykv_lib.study.experiments.decoding import ANSWER_TOKENS, METHODS, Agents
+from polykv_lib.study.experiments.decoding import ANSWER_TOKENS, METHODS, Agents, step_ms
 from polykv_lib.study.experiments.layouts import pool_bytes
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks.agents import questions
@@ -67,7 +68,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
         pool = compressed(model, hf.read_document(model, ids), ids, AGENTS_CODEC)
         for n in point.step_agents:
             agents = Agents(model=model, pool=pool, question=question, n=n)
-            rows += agent_rows(agents, point)
+            rows += agent_rows({m: replace(agents, method=m) for m in METHODS}, point)
             say(f"{n} agents on {n_tokens:,} tokens, {timer.seconds:.0f} s")
     return Outcome(
         rows=rows,
@@ -122,14 +123,22 @@ def built_rows(name: str, codec: str, n_tokens: int, seed: int) -> Iterator[Row]
     yield row("pool_memory", "memory_ratio", pool.full_nbytes() / pool.nbytes, "x", dims)
 
 
-def build(geometry: Geometry, codec: str, n_tokens: int, seed: int) -> SharedKVPool:
-    """A pool in the shape of a model, from random bfloat16 keys and values.
+def build(
+    geometry: Geometry,
+    codec: str,
+    n_tokens: int,
+    seed: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+) -> SharedKVPool:
+    """A pool in the shape of a model, from random keys and values.
 
     Every layer gets the same numbers, since no size depends on them, and is compressed for itself.
     """
     chosen, source = codec_of(codec), torch.Generator().manual_seed(seed)
     shape = (1, geometry.n_kv_heads, n_tokens, geometry.head_dim)
-    keys, values = (torch.randn(shape, generator=source).bfloat16() for _ in range(2))
+    keys, values = (torch.randn(shape, generator=source).to(device, dtype) for _ in range(2))
     return freeze(
         [LayerKV(keys=keys, values=values)] * geometry.n_layers,
         keys=chosen.keys,
@@ -139,8 +148,9 @@ def build(geometry: Geometry, codec: str, n_tokens: int, seed: int) -> SharedKVP
     )
 
 
-def agent_rows(agents: Agents, point: Settings) -> Iterator[Row]:
+def agent_rows(methods: Mapping[str, Agents], point: Settings) -> Iterator[Row]:
     """What the agents weigh, what decoding reaches, and how long a step takes."""
+    agents = methods["shared-pool"]
     dims = {
         "model": point.model,
         "dtype": dtype_name(agents.model),
@@ -155,11 +165,13 @@ def agent_rows(agents: Agents, point: Settings) -> Iterator[Row]:
     yield row("agent_memory", "added_over_suffix", added / suffix, "x", shared)
     for method in METHODS[:3]:
         try:
-            peak, source = agents.peak(method)
+            peak, source = methods[method].peak()
         except torch.OutOfMemoryError:
             peak, source = None, "out of memory"
         yield row(
             "agent_memory", "peak_bytes", peak, "B", dims | {"method": method, "read": source}
         )
-    for method, step_ms in agents.step_ms(point.rounds):
-        yield row("decode_step", "ms_per_step", step_ms, "ms", dims | {"method": method})
+    times_ms = step_ms(methods, point.rounds)
+    for method in METHODS:
+        ms = median_interval(times_ms[method]) if method in times_ms else None
+        yield row("decode_step", "ms_per_step", ms, "ms", dims | {"method": method})

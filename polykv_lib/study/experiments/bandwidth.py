@@ -1,0 +1,118 @@
+"""Attention of one decode step over a pool in another model's shape, against the device's copying.
+
+Keys, values and queries are random: no time depends on them. What a step must read is the pool, so
+its bytes over the step's time stand beside what the device copies in a second.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from polykv_lib import presets
+from polykv_lib.attend import attend_pieces
+from polykv_lib.attend.pieces import fold, unfold
+from polykv_lib.kv import Geometry
+from polykv_lib.metrics.intervals import median_interval
+from polykv_lib.pool import SharedKVPool
+from polykv_lib.study.experiments.common import row
+from polykv_lib.study.experiments.memory_scaling import build
+from polykv_lib.study.experiments.timing import interleaved_ms, per_second
+from polykv_lib.study.record import Row
+
+COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}  # far more than any cache holds
+COPY = ("copy", "")
+Queries = Float[Tensor, "agent q_head one dim"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Whose cache, how long, for how many agents, and where."""
+
+    geometry: str
+    n_tokens: int
+    n_agents: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def heads(self) -> Geometry:
+        """The cache's geometry."""
+        return presets.geometry(self.geometry)
+
+    def queries(self, seed: int) -> Queries:
+        """One random query for each agent and query head."""
+        source = torch.Generator().manual_seed(seed + 1)
+        size = (self.n_agents, self.heads.n_q_heads, 1, self.heads.head_dim)
+        return torch.randn(size, generator=source).to(self.device, self.dtype)
+
+    def pool(self, codec: str, seed: int) -> SharedKVPool:
+        """A pool of random keys and values."""
+        return build(self.heads, codec, self.n_tokens, seed, dtype=self.dtype, device=self.device)
+
+
+def rows(
+    shape: Shape, codecs: Sequence[str], rounds: int, seed: int, machine: Mapping[str, Any]
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """Time, bytes a second and error of every codec's step, with one dense copy beside them."""
+    q = shape.queries(seed)
+    pools = {codec: shape.pool(codec, seed) for codec in codecs}
+    one_copy = [pools["full"].read(i) for i in range(shape.heads.n_layers)]
+    steps: dict[tuple[str, str], Callable[[], Queries]] = {
+        ("shared-pool", codec): partial(over_pool, pool, q) for codec, pool in pools.items()
+    }
+    steps["sdpa", "full"] = partial(over_one_copy, one_copy, q)
+    source = torch.ones(COPIED_BYTES[shape.device.type], dtype=torch.uint8, device=shape.device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    times_ms = interleaved_ms({**steps, COPY: copy}, rounds, shape.device)
+    copied = per_second(2e-9 * source.numel(), median_interval(times_ms[COPY]))  # read and written
+    at = {
+        **machine,
+        "geometry": shape.geometry,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "context_tokens": shape.n_tokens,
+        "n_agents": shape.n_agents,
+    }
+    found = [row("bandwidth", "gb_per_s", copied, "GB/s", at | {"method": "copy", "codec": None})]
+    samples = []
+    for (method, codec), last_layer in steps.items():
+        pool, dims = pools[codec], at | {"method": method, "codec": codec}
+        time = median_interval(times_ms[method, codec])
+        rate = per_second(1e-9 * pool.nbytes, time)
+        found += [
+            row("bandwidth", "step_ms", time, "ms", dims),
+            row("bandwidth", "read_bytes", pool.nbytes, "B", dims),
+            row("bandwidth", "gb_per_s", rate, "GB/s", dims),
+            row("bandwidth", "share_of_copy", rate.value / copied.value, "share", dims),
+            row("bandwidth", "relative_error", error(last_layer(), pool, q), "share", dims),
+        ]
+        samples.append(dims | {"step_ms": [round(t, 3) for t in times_ms[method, codec]]})
+    return found, samples
+
+
+def over_pool(pool: SharedKVPool, q: Queries) -> Queries:
+    """The attention of one decode step in every layer of a pool; the last layer's output."""
+    for pieces in pool.layers:
+        out, _ = attend_pieces(q, pieces, pool.geometry.n_kv_heads, q.shape[-1] ** -0.5)
+    return out.to(q.dtype)
+
+
+def over_one_copy(layers: Sequence[tuple[Tensor, Tensor]], q: Queries) -> Queries:
+    """The same by sdpa over one dense copy, which all agents' queries meet as rows of one batch."""
+    for keys, values in layers:
+        rows = scaled_dot_product_attention(fold(q, keys.shape[1])[None], keys, values)
+    return unfold(rows[0], q.shape[0], 1)
+
+
+def error(out: Queries, pool: SharedKVPool, q: Queries) -> float:
+    """|out - exact| / |exact| of the last layer; exact: fp64 over what the pool decodes to."""
+    keys, values = (side[0].double() for side in pool.read(len(pool.layers) - 1))
+    rows = fold(q.double(), pool.geometry.n_kv_heads)
+    weights = (rows @ keys.mT * q.shape[-1] ** -0.5).softmax(-1)
+    exact = unfold(weights @ values, q.shape[0], 1)
+    return ((out.double() - exact).norm() / exact.norm()).item()
