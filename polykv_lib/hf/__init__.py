@@ -13,6 +13,7 @@ from polykv_lib.hf.build import (
 from polykv_lib.hf.caches import AgentCache, dense_bytes
 from polykv_lib.hf.calibration import calibrate
 from polykv_lib.hf.evicting import EvictingCache
+from polykv_lib.hf.export import export_model
 from polykv_lib.hf.footprint import Footprint, footprint
 from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
@@ -33,6 +34,7 @@ __all__ = [
     "evaluate_plans",
     "evict_document",
     "expanded_cache",
+    "export_model",
     "folded_cache",
     "footprint",
     "full_cache",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from polykv_lib.study import kaggle_command
+from polykv_lib.study import bench_command, kaggle_command
 from polykv_lib.study.console import checkout, errors_in_one_line
 from polykv_lib.study.estimate import machine_of
 from polykv_lib.study.params import ParameterError, Parameters, near, validate
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(kaggle_command.app, name="kaggle")
+app.command()(bench_command.bench)
 
 PROFILES = (
     "smoke: every notebook on a handful of tokens, about two minutes on one core; "

@@ -18,6 +18,7 @@ class Own:
     kind: str = "measured"
 
 
+PEER = ("context_tokens", "n_agents", "peer", "version", "method")
 MACHINE = ("model", "device", "dtype", "threads")
 
 OWN = {
@@ -93,6 +94,15 @@ OWN = {
         table="checks",
         by=(*MACHINE, "context_tokens", "method", "codec"),
         metrics=("tokens_equal", "kl_nats", "kl_full_nats"),
+    ),
+    "peers": Own(
+        title="Other packages under one protocol, each in its own environment, in turns",
+        table="peers",
+        by=("model", "dtype", "threads", *PEER),
+        metrics=(
+            *("tokens_equal", "tokens_per_s", "read_ms", "first_ms", "answers_ms"),
+            "held_bytes",
+        ),
     ),
     "bandwidth": Own(
         title="Attention of one step on random keys and values, beside the device's copying",
