@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 COLUMN, TEXT, PAGE = 3.25, 5.5, 6.75  # widths in inches
 STYLE = Path(__file__).with_name("polykv.mplstyle")
@@ -128,6 +128,14 @@ def ticks_at(ax: Axes, values: pd.Series) -> None:
     ax.xaxis.set_major_locator(FixedLocator(sorted(values.unique())))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def log_values(ax: Axes) -> None:
+    """A logarithmic y axis with ticks at 1, 2 and 5 times a power of ten, written out."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
 
 
 def legend_below(ax: Axes) -> None:

@@ -3,12 +3,11 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from polykv_lib.study.drawing import counted, legend_below, look, series, ticks_at
+from polykv_lib.study.drawing import counted, legend_below, log_values, look, series, ticks_at
 from polykv_lib.study.rows import pick
 
 SETTING = ("model", "device", "dtype", "threads")
 TOKENS, AGENTS = 2048, 15  # shown where they were measured, else the most there are
-ROUNDS = "rounds"
 
 
 def throughput_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
@@ -16,8 +15,8 @@ def throughput_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
     rows = _one_setting(pick(numbers, table="throughput", metric="tokens_per_s"))
     rows, tokens = _at(rows, "context_tokens", TOKENS)
     _lines(rows, "n_agents", ax)
-    ax.set(yscale="log", xlabel="agents in one step", ylabel="new tokens a second, all agents")
-    ax.set_title(f"{_setting(rows)}, {tokens:,.0f} tokens, {counted(rows, ROUNDS)}")
+    ax.set(xlabel="agents in one step", ylabel="new tokens a second, all agents")
+    ax.set_title(_title(rows, f"{tokens:,.0f} tokens"))
     legend_below(ax)
 
 
@@ -26,8 +25,8 @@ def step_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
     rows = _one_setting(pick(numbers, table="throughput", metric="step_ms"))
     rows, agents = _at(rows, "n_agents", AGENTS)
     _lines(rows, "context_tokens", ax)
-    ax.set(yscale="log", xlabel="tokens in the document", ylabel="one step of all agents [ms]")
-    ax.set_title(f"{_setting(rows)}, {agents:.0f} agents, {counted(rows, ROUNDS)}")
+    ax.set(xlabel="tokens in the document", ylabel="one step of all agents [ms]")
+    ax.set_title(_title(rows, f"{agents:.0f} agents"))
     legend_below(ax)
 
 
@@ -36,8 +35,8 @@ def held_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
     rows = _one_setting(pick(numbers, table="throughput", metric="held_bytes"))
     rows, tokens = _at(rows, "context_tokens", TOKENS)
     _lines(rows.assign(value=rows["value"] / 1e6), "n_agents", ax)
-    ax.set(yscale="log", xlabel="agents in one step", ylabel="pool and caches held [MB]")
-    ax.set_title(f"{_setting(rows)}, {tokens:,.0f} tokens")
+    ax.set(xlabel="agents in one step", ylabel="pool and caches held [MB]")
+    ax.set_title(_title(rows, f"{tokens:,.0f} tokens"))
     legend_below(ax)
 
 
@@ -45,8 +44,8 @@ def first_token_vs_context(numbers: pd.DataFrame, ax: Axes) -> None:
     """Milliseconds until a new agent's first token, over the document's length."""
     rows = _one_setting(pick(numbers, table="first_token", metric="ms"))
     _lines(rows, "context_tokens", ax)
-    ax.set(yscale="log", xlabel="tokens in the document", ylabel="first token of a new agent [ms]")
-    ax.set_title(f"{_setting(rows)}, {counted(rows, ROUNDS)}")
+    ax.set(xlabel="tokens in the document", ylabel="first token of a new agent [ms]")
+    ax.set_title(_title(rows, ""))
     legend_below(ax)
 
 
@@ -60,6 +59,7 @@ def _lines(rows: pd.DataFrame, over: str, ax: Axes) -> None:
             label = "" if codec == "full" else f"pool, {look(name).label}"
         series(ax, line[over], line, name, label)
     ticks_at(ax, rows[over])
+    log_values(ax)
 
 
 def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
@@ -73,7 +73,7 @@ def _at(rows: pd.DataFrame, size: str, wanted: int) -> tuple[pd.DataFrame, int |
     return pick(rows, **{size: chosen}), chosen
 
 
-def _setting(rows: pd.DataFrame) -> str:
+def _title(rows: pd.DataFrame, size: str) -> str:
     model, device, dtype, threads = (rows[name].iloc[0] for name in SETTING)
     on = f"{threads:.0f} thread{'s' if threads > 1 else ''}" if device == "cpu" else device
-    return f"{model}, {dtype}, {on}"
+    return ", ".join(part for part in (model, dtype, on, size, counted(rows, "rounds")) if part)
