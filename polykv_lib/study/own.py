@@ -232,23 +232,3 @@ def _cells(group: pd.DataFrame, metrics: tuple[str, ...]) -> dict[str, float]:
             if not pd.isna(low):
                 cells |= {f"{metric} lo": low, f"{metric} hi": high}
     return cells
-
-
-def inversions(numbers: pd.DataFrame) -> pd.DataFrame:
-    """How many documents get a lower perplexity from the pool than from the full cache."""
-    deltas = pick(numbers, table="documents", metric="ppl_delta_pct")
-    deltas = deltas[deltas["codec"] != "full"]  # nothing is lost there: rounding of the sum alone
-    settings = ("profile", "model", "protocol", "text", "prefix_tokens", "codec")
-    by = [column for column in settings if deltas[column].notna().any()]
-    lines = [
-        {
-            **dict(zip(by, setting, strict=True)),
-            "documents": len(group),
-            "inverted": int((group["value"] < 0).sum()),
-            "smallest delta %": group["value"].min(),
-            "median delta %": group["value"].median(),
-            "largest delta %": group["value"].max(),
-        }
-        for setting, group in (deltas.groupby(by, dropna=False) if by else ())
-    ]
-    return pd.DataFrame(lines)

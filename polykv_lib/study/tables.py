@@ -10,11 +10,11 @@ from polykv_lib.study.arithmetic import arithmetic_findings
 from polykv_lib.study.comparison import paper_vs_ours, same_protocol
 from polykv_lib.study.headlines import headlines
 from polykv_lib.study.inversion import decision
-from polykv_lib.study.own import OWN, inversions, own_table
+from polykv_lib.study.own import OWN, own_table
 from polykv_lib.study.published import POOL
 from polykv_lib.study.record import Record
 from polykv_lib.study.render import fill_between, latex, markdown
-from polykv_lib.study.rows import tidy
+from polykv_lib.study.rows import pick, tidy
 from polykv_lib.study.store import collect, write_atomically
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -110,3 +110,23 @@ def fill_readme(readme: Path, records: Sequence[Record]) -> None:
         ValueError: a marker is missing, or the end stands before the beginning.
     """
     fill_between(readme, BEGIN, END, readme_table(records))
+
+
+def inversions(numbers: pd.DataFrame) -> pd.DataFrame:
+    """How many documents get a lower perplexity from the pool than from the full cache."""
+    deltas = pick(numbers, table="documents", metric="ppl_delta_pct")
+    deltas = deltas[deltas["codec"] != "full"]  # nothing is lost there: rounding of the sum alone
+    settings = ("profile", "model", "protocol", "text", "prefix_tokens", "codec")
+    by = [column for column in settings if deltas[column].notna().any()]
+    lines = [
+        {
+            **dict(zip(by, setting, strict=True)),
+            "documents": len(group),
+            "inverted": int((group["value"] < 0).sum()),
+            "smallest delta %": group["value"].min(),
+            "median delta %": group["value"].median(),
+            "largest delta %": group["value"].max(),
+        }
+        for setting, group in (deltas.groupby(by, dropna=False) if by else ())
+    ]
+    return pd.DataFrame(lines)

@@ -232,6 +232,8 @@ def _throughput() -> Iterator[Row]:
             if method == "shared-pool":
                 once = at | {"context_tokens": tokens, "method": "encode", "codec": codec}
                 yield _row("encode", "over_prefill", 0.02, "x", n=3, **once)
+        asked = at | {"context_tokens": tokens, "n_agents": 15, "peer": "other", "version": "1.0"}
+        yield _row("peers", "tokens_per_s", 30.0, "1/s", n=3, method="expanded", **asked)
         for policy in ("plain", "SnapKV", "H2O"):
             once = at | {"context_tokens": tokens, "method": policy}
             yield _row("prefill", "over_prefill", 1.1, "x", n=3, **once)

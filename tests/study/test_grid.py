@@ -63,7 +63,7 @@ def test_only_chooses_by_notebook_or_experiment() -> None:
     assert [p.source.stem for p in points(grid, only=["02"])] == ["02_ppl_inversion"]
     assert [p.source.stem for p in points(grid, only=["agent_fidelity"])] == ["03_agent_fidelity"]
     with pytest.raises(
-        ParameterError, match="09 matches no notebook of the grid: 00_start"
+        ParameterError, match="99 matches no notebook of the grid: 00_start"
     ) as caught:
         points(grid, only=["99"])
     assert "and no experiment: memory_scaling, ppl_inversion, agent_fidelity" in str(caught.value)
