@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from polykv_lib import presets
 from polykv_lib.attend import attend_pieces
-from polykv_lib.attend.pieces import fold, unfold
 from polykv_lib.kv import Geometry
 from polykv_lib.metrics.intervals import median_interval
 from polykv_lib.pool import SharedKVPool
@@ -105,14 +104,15 @@ def over_pool(pool: SharedKVPool, q: Queries) -> Queries:
 def over_one_copy(layers: Sequence[tuple[Tensor, Tensor]], q: Queries) -> Queries:
     """The same by sdpa over one dense copy, which all agents' queries meet as rows of one batch."""
     for keys, values in layers:
-        rows = scaled_dot_product_attention(fold(q, keys.shape[1])[None], keys, values)
-    return unfold(rows[0], q.shape[0], 1)
+        heads = q[:, :, 0].unflatten(1, (keys.shape[1], -1))  # agent, head, group, dim
+        rows = heads.transpose(0, 1).flatten(1, 2)[None]
+        out = scaled_dot_product_attention(rows, keys, values)[0]
+    return out.unflatten(1, (q.shape[0], -1)).transpose(0, 1).flatten(1, 2)[:, :, None]
 
 
 def error(out: Queries, pool: SharedKVPool, q: Queries) -> float:
     """|out - exact| / |exact| of the last layer; exact: fp64 over what the pool decodes to."""
-    keys, values = (side[0].double() for side in pool.read(len(pool.layers) - 1))
-    rows = fold(q.double(), pool.geometry.n_kv_heads)
-    weights = (rows @ keys.mT * q.shape[-1] ** -0.5).softmax(-1)
-    exact = unfold(weights @ values, q.shape[0], 1)
+    keys, values = (side[0, :, None].double() for side in pool.read(len(pool.layers) - 1))
+    heads = q.double().unflatten(1, (keys.shape[0], -1))  # agent, head, group, one, dim
+    exact = ((heads @ keys.mT * q.shape[-1] ** -0.5).softmax(-1) @ values).flatten(1, 2)
     return ((out.double() - exact).norm() / exact.norm()).item()
