@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from polykv_lib.hf import ask, build_pool, calibrate, load_model, load_pool, prefill, prepare
     from polykv_lib.hf import document_ids as document_ids
     from polykv_lib.pool import SharedKVPool
-    from polykv_lib.quantize import Affine, FullPrecision, Int8, TurboQuant
+    from polykv_lib.quantize import Affine, FullPrecision, HarmonicTurboQuant, Int8, TurboQuant
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Affine": "quantize",
     "FullPrecision": "quantize",
+    "HarmonicTurboQuant": "quantize",
     "Int8": "quantize",
     "Plan": "evict",
     "TurboQuant": "quantize",
@@ -35,6 +36,7 @@ _HOMES = {
 __all__ = [
     "Affine",
     "FullPrecision",
+    "HarmonicTurboQuant",
     "Int8",
     "Plan",
     "SharedKVPool",

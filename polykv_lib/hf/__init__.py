@@ -19,6 +19,7 @@ from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observed_cache
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
+from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.hf.validation import evaluate_plans
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "load_model",
     "load_pool",
     "logits",
+    "logits_from",
     "model_fingerprint",
     "observed_cache",
     "prefill",
@@ -50,5 +52,6 @@ __all__ = [
     "read_document",
     "share",
     "stop_ids",
+    "tail_states",
     "tokenizer_fingerprint",
 ]

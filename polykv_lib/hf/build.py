@@ -26,8 +26,8 @@ from polykv_lib.hf.evicting import EvictingCache, evicting_prefill
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observe
 from polykv_lib.kv import KeptTokens, LayerKV, Scores
-from polykv_lib.pool import SharedKVPool, freeze, load
-from polykv_lib.quantize import FullPrecision, Quantizer, check_codec
+from polykv_lib.pool import Codecs, SharedKVPool, freeze, load
+from polykv_lib.quantize import FullPrecision, check_codec
 
 Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
 
@@ -47,8 +47,8 @@ def build_pool(
     model: PreTrainedModel,
     document_ids: Tensor,
     *,
-    keys: Quantizer,
-    values: Quantizer,
+    keys: Codecs,
+    values: Codecs,
     n_sink: int = 4,
     plan: Plan | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -58,8 +58,8 @@ def build_pool(
     Args:
         model: a prepared model (`load_model` prepares; else `prepare`).
         document_ids: int64 [1, T]; `document_ids(tokenizer, text)` opens a chat turn for them.
-        keys: codec of the keys.
-        values: codec of the values.
+        keys: codec of the keys, or one for each layer.
+        values: codec of the values, or one for each layer.
         n_sink: first tokens held in full precision, where the plan keeps them.
         plan: what each layer keeps; None keeps everything. No question is visible to it.
         tokenizer: if given, its fingerprint is stored with the pool.
@@ -67,8 +67,9 @@ def build_pool(
     Raises:
         ValueError: no codec, no plan or another model's, or ids that `read_document` refuses.
     """
-    check_codec(keys, "keys")
-    check_codec(values, "values")
+    for name, codecs in (("keys", keys), ("values", values)):
+        for codec in codecs if isinstance(codecs, list | tuple) else (codecs,):
+            check_codec(codec, name)
     kept = None
     if plan is None:
         layers = read_document(model, document_ids)
@@ -124,8 +125,8 @@ def share(
     layers: Sequence[LayerKV],
     document_ids: Tensor,
     *,
-    keys: Quantizer,
-    values: Quantizer,
+    keys: Codecs,
+    values: Codecs,
     n_sink: int = 4,
     kept: Kept | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,

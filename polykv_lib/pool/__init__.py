@@ -1,7 +1,7 @@
 """Codes -> one pool: build it, count it, save it, open it."""
 
-from polykv_lib.pool.freeze import freeze
+from polykv_lib.pool.freeze import Codecs, freeze
 from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import SharedKVPool, load
 
-__all__ = ["Piece", "PoolError", "SharedKVPool", "Stored", "freeze", "load"]
+__all__ = ["Codecs", "Piece", "PoolError", "SharedKVPool", "Stored", "freeze", "load"]

@@ -1,6 +1,7 @@
 """Keys and values of a prefilled document -> a pool."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -11,12 +12,15 @@ from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import CacheFactory, SharedKVPool
 from polykv_lib.quantize import FullPrecision, Quantizer
 
+Codecs: TypeAlias = Quantizer | Sequence[Quantizer]  # for every layer, or one a layer
+_MISMATCH = "{} codecs of {} for {} layers; pass one codec, or one for each layer."
+
 
 def freeze(
     layers: Iterable[LayerKV],
     *,
-    keys: Quantizer,
-    values: Quantizer,
+    keys: Codecs,
+    values: Codecs,
     n_sink: int = 4,
     kept: Sequence[Sequence[KeptTokens]] | None = None,
     document_ids: Int[Tensor, "1 token"] | None = None,
@@ -28,8 +32,8 @@ def freeze(
 
     Args:
         layers: keys and values of the document (batch 1), first layer first; may be a generator.
-        keys: codec of the keys.
-        values: codec of the values.
+        keys: codec of the keys, or one for each layer.
+        values: codec of the values, or one for each layer.
         n_sink: first tokens of the document held in full precision, keys and values. They receive
             much of the attention (arXiv:2309.17453), so their rounding costs most.
         kept: for each layer and KV head the tokens it keeps, ascending; None keeps all.
@@ -39,7 +43,8 @@ def freeze(
         cache_factory: what `agent_cache` calls.
 
     Raises:
-        PoolError: no layer, tensors of other shapes, or NaN or infinity in keys or values.
+        PoolError: no layer, tensors of other shapes, NaN or infinity in keys or values, or codecs
+            for another number of layers.
     """
     if n_sink < 0:
         raise PoolError(f"n_sink={n_sink}; pass the number of first tokens to protect, 0 for none.")
@@ -49,7 +54,11 @@ def freeze(
         _check_finite(layer, i)
         shape = _checked_shape(layer, i, shape)
         heads_kept = None if kept is None else kept[i]
-        frozen.append(tuple(_pieces(layer, keys, values, n_sink, heads_kept)))
+        own = _of_layer(keys, "keys", i), _of_layer(values, "values", i)
+        frozen.append(tuple(_pieces(layer, *own, n_sink, heads_kept)))
+    for name, codecs in (("keys", keys), ("values", values)):
+        if isinstance(codecs, Sequence) and frozen and len(codecs) != len(frozen):
+            raise PoolError(_MISMATCH.format(len(codecs), name, len(frozen)))
     if not frozen:
         raise PoolError(
             "there is no layer to freeze; pass one LayerKV for each layer of the model."
@@ -69,6 +78,14 @@ def freeze(
         owner=owner or {},
         cache_factory=cache_factory,
     )
+
+
+def _of_layer(codecs: Codecs, name: str, index: int) -> Quantizer:
+    if not isinstance(codecs, Sequence):
+        return codecs
+    if index >= len(codecs):
+        raise PoolError(_MISMATCH.format(len(codecs), name, f"at least {index + 1}"))
+    return codecs[index]
 
 
 def _checked_shape(layer: LayerKV, index: int, before: tuple[int, ...]) -> tuple[int, ...]:

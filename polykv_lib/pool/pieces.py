@@ -8,13 +8,22 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from polykv_lib.kv import Rows
-from polykv_lib.quantize import Affine, FullPrecision, Int8, Quantized, Quantizer, TurboQuant
+from polykv_lib.quantize import (
+    Affine,
+    FullPrecision,
+    HarmonicTurboQuant,
+    Int8,
+    Quantized,
+    Quantizer,
+    TurboQuant,
+)
 
 CODECS: Final[dict[str, type[Quantizer]]] = {
     "FullPrecision": FullPrecision,
     "Int8": Int8,
     "TurboQuant": TurboQuant,
     "Affine": Affine,
+    "HarmonicTurboQuant": HarmonicTurboQuant,
 }
 
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
+
+BYTE_RANGE = 24  # powers of two that 8-bit norms span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Quantized:
     planes: tuple[Tensor, ...]  # codes, packed along dim; each plane is [..., token, bytes]
     scale: Tensor | None = None
     zero: Tensor | None = None
-    unit: Tensor | None = None  # fp32 power of two that half-precision scales are multiples of
+    unit: Tensor | None = None  # fp32: what fp16 scales are multiples of, or what bytes stand for
     shape: tuple[int, ...]
     dtype: torch.dtype  # of the tensor that was stored
 
@@ -104,6 +106,31 @@ def to_half(x: Float[Tensor, "*any"]) -> tuple[Float[Tensor, "*any"], Float[Tens
     exponent = torch.frexp(largest).exponent.clamp(min=-110)
     unit = torch.ldexp(torch.ones_like(largest), exponent - 15)
     return (x / unit).half(), unit
+
+
+def to_byte(
+    x: Float[Tensor, "*any"],
+) -> tuple[UInt8[Tensor, "*any"], Float[Tensor, " two"]]:
+    """A pair (code, unit) with x ~ largest * 2^((code - 255) step), unit = (largest, step).
+
+    For numbers that are not negative. 0 has code 0; what is smaller than 2^-BYTE_RANGE of the
+    largest is rounded up to that. A step is at most BYTE_RANGE / 254, 6.8 %.
+    """
+    largest = x.amax() if x.numel() else x.new_zeros(())
+    depth = -(x / torch.where(largest == 0, 1.0, largest)).clamp(2.0**-BYTE_RANGE, 1).log2()
+    depth = torch.where(x == 0, 0.0, depth)
+    deepest = depth.amax() if x.numel() else x.new_zeros(())
+    step = deepest / 254
+    code = 255 - torch.round(depth / torch.where(step == 0, 1.0, step))
+    return torch.where(x == 0, 0.0, code).to(torch.uint8), torch.stack((largest, step))
+
+
+def from_byte(
+    code: UInt8[Tensor, "*any"], unit: Float[Tensor, " two"]
+) -> Float[Tensor, "*any"]:
+    """The numbers that `to_byte` stored."""
+    largest, step = unit
+    return torch.where(code == 0, 0.0, largest * torch.exp2((code.float() - 255) * step))
 
 
 def check_input(x: Tensor, codec: Quantizer) -> None:

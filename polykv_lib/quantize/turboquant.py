@@ -3,12 +3,21 @@
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polykv_lib.quantize.base import Quantized, check_finite, check_input, decode, to_half
+from polykv_lib.quantize.base import (
+    Quantized,
+    check_finite,
+    check_input,
+    decode,
+    from_byte,
+    to_byte,
+    to_half,
+)
 from polykv_lib.quantize.codebooks import nearest_code, stored_levels
 from polykv_lib.quantize.packing import look_up, pack, word_table
 from polykv_lib.quantize.rotations import RotationName, rotation
@@ -28,12 +37,15 @@ class TurboQuant:
             "double" (two signed rounds) or "none".
         seed: of the signs.
         match_norm: store ||x|| / ||LEVELS[codes]|| instead, so that x_hat has the norm of x.
+        norms: "half", fp16, or "byte", 8-bit steps of the logarithm: 8 / d bits a number instead of
+            16 / d, and norms to 3 % at worst.
     """
 
     bits: int = 3
     rotation: RotationName = "signed"
     seed: int = 0
     match_norm: bool = False
+    norms: Literal["half", "byte"] = "half"
 
     def __post_init__(self) -> None:
         if self.bits not in (1, 2, 3, 4):
@@ -43,6 +55,8 @@ class TurboQuant:
                 f"TurboQuant(rotation={self.rotation!r}); "
                 "choose one of: signed, plain, double, none."
             )
+        if self.norms not in ("half", "byte"):
+            raise ValueError(f"TurboQuant(norms={self.norms!r}); choose one of: half, byte.")
 
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
         """Packed codes [*batch, token, dim * bits / 8] and fp16 norms [*batch, token]."""
@@ -64,7 +78,7 @@ class TurboQuant:
             length = length / torch.linalg.vector_norm(decoded, dim=-1, keepdim=True)
         else:
             length = length / math.sqrt(dim)
-        scale, unit = to_half(length[..., 0])
+        scale, unit = (to_half if self.norms == "half" else to_byte)(length[..., 0])
         return Quantized(
             planes=pack(codes, self.bits),
             scale=scale,
@@ -88,6 +102,8 @@ class TurboQuant:
         """The stored norm of each vector, over sqrt(d)."""
         assert q.scale is not None
         assert q.unit is not None
+        if self.norms == "byte":
+            return from_byte(q.scale[..., start:stop], q.unit)
         return q.scale[..., start:stop].float() * q.unit
 
     def to_levels(

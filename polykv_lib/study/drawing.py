@@ -46,6 +46,8 @@ LOOKS = {
     "q8-0": Look(label="q8_0", colour="#44AA99", marker=">", line="-."),
     "paper-sinks": Look(label="paper, 4 sinks kept", colour="#DD7711", marker="8"),
     "compact": Look(label="compact", colour="#0B8A8A", marker="*", line="-"),
+    "by layer": Look(label="codecs by layer", colour="#332288", marker="."),
+    "lean": Look(label="lean", colour="#228855", marker="D", line="-"),
     "kivi4": Look(label="KIVI, 4 bits", colour="#999933", marker="h", line=":"),
     "kivi2": Look(label="KIVI, 2 bits", colour="#882255", marker="d", line=":"),
     "paper-plain": Look(label="paper's, without signs", colour="#EE6677", marker="o", line=":"),
@@ -104,7 +106,9 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def series(ax: Axes, x: pd.Series, rows: pd.DataFrame, name: str, label: str = "") -> None:
+def series(
+    ax: Axes, x: pd.Series, rows: pd.DataFrame, name: str, label: str = "", *, hollow: bool = False
+) -> None:
     """One method's values over `x` as a line with markers, its 95 % intervals as bars."""
     drawn = look(name)
     low, high = rows["value"] - rows["lo"], rows["hi"] - rows["value"]
@@ -117,6 +121,7 @@ def series(ax: Axes, x: pd.Series, rows: pd.DataFrame, name: str, label: str = "
         color=drawn.colour,
         marker=drawn.marker,
         linestyle=drawn.line,
+        markerfacecolor="white" if hollow else drawn.colour,
         elinewidth=0.8,
         capsize=1.5,
     )

@@ -27,6 +27,7 @@ from polykv_lib.study.drawing import (
     titled,
     write_beside,
 )
+from polykv_lib.study.figures_frontier import codec_frontier
 from polykv_lib.study.figures_inversion import ppl_controls
 from polykv_lib.study.figures_memory import decode_step, memory_vs_agents, memory_vs_context
 from polykv_lib.study.figures_throughput import (
@@ -108,6 +109,7 @@ FIGURES = {
     "memory_vs_context": Drawing(draw=memory_vs_context, table="pool_memory"),
     "ppl_vs_context": Drawing(draw=ppl_vs_context, table="ppl", width=TEXT),
     "ppl_controls": Drawing(draw=ppl_controls, table="controls", width=TEXT),
+    "codec_frontier": Drawing(draw=codec_frontier, table="frontier", width=TEXT),
     "kl_vs_bits": Drawing(draw=kl_vs_bits, table="kl_vs_bits", width=TEXT),
     "fidelity_vs_agents": Drawing(draw=fidelity_vs_agents, table="fidelity"),
     "decode_step": Drawing(draw=decode_step, table="decode_step"),

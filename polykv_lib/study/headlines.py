@@ -15,6 +15,11 @@ INVERSION = {
     "v-shrunk": "values shrunk, no noise",
     "temperature-1.05": "attention at temperature 1.05",
 }
+FRONTIER = {
+    "paper": "the paper's codec",
+    "lean": "the lean codec",
+    "by layer, 3.4 bits": "codecs by layer",
+}
 METHODS = {
     "shared-pool": "one shared pool",
     "expanded-batch": "an ordinary cache, one copy an agent",
@@ -93,6 +98,19 @@ HEADLINES = (
             where={"control": control},
         )
         for control, name in INVERSION.items()
+    ),
+    *(
+        Headline(
+            what=f"{label}, {name}, articles not chosen on",
+            table="frontier",
+            metric=metric,
+            where={"role": "report", "codec": codec},
+        )
+        for codec, name in FRONTIER.items()
+        for metric, label in (
+            ("memory_ratio", "one bf16 copy / pool"),
+            ("kl_nats", "KL from the full cache, nats"),
+        )
     ),
     Headline(
         what="bytes an added agent takes / bytes of its own suffix",

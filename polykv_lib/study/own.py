@@ -149,6 +149,18 @@ OWN = {
             *("document_mass", "document_mass_change"),
         ),
     ),
+    "frontier": Own(
+        title="The codec frontier: chosen on one half of the articles, reported on the other",
+        table="frontier",
+        by=("model", "prefix_tokens", "role", "codec"),
+        metrics=("bits_per_element", "memory_ratio", "kl_nats", "ppl_delta_pct"),
+    ),
+    "codec_plan": Own(
+        title="Codecs of each layer under one total of bytes, and the bits that they take",
+        table="codec_plan",
+        by=("model", "prefix_tokens", "codec", "layer", "side", "option"),
+        metrics=("bits",),
+    ),
     "fidelity": Own(
         title="Agents' answers against the full cache's answers, with controls",
         table="fidelity",

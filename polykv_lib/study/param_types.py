@@ -55,6 +55,7 @@ Minutes = Annotated[int | float, BeforeValidator(parse), Field(ge=0)]
 Positive = Annotated[int | float, BeforeValidator(parse), Field(gt=0)]
 FloatDtype = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal["auto", FloatDtype]
+Bits = Annotated[int | float, BeforeValidator(parse), Field(gt=0, le=32)]
 Share = Annotated[float, BeforeValidator(parse), Field(gt=0, lt=1)]
 Flag = Annotated[bool, BeforeValidator(parse)]
 Text = Annotated[str, BeforeValidator(_text)]
@@ -100,6 +101,26 @@ def _control(name: str) -> str:
     return name
 
 
+def _searched(name: str) -> str:
+    from polykv_lib.study.experiments.codec_search import candidate
+
+    candidate(name)
+    return name
+
+
+def _key_option(name: str) -> str:
+    _searched(f"{name}+full")
+    return name
+
+
+def _value_option(name: str) -> str:
+    _searched(f"full+{name}")
+    return name
+
+
+SearchedCodecs = Several[Annotated[Text, AfterValidator(_searched)]]
+KeyOptions = Several[Annotated[Text, AfterValidator(_key_option)]]
+ValueOptions = Several[Annotated[Text, AfterValidator(_value_option)]]
 Codecs = Several[Annotated[Text, AfterValidator(_codec)]]
 Controls = Several[Annotated[Text, AfterValidator(_control)]]
 OneGeometry = Annotated[Text, AfterValidator(_geometry)]

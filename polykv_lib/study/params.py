@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from polykv_lib.study.param_types import (
+    Bits,
     Candidates,
     Codecs,
     Controls,
@@ -16,15 +17,18 @@ from polykv_lib.study.param_types import (
     ExperimentParameters,
     FloatDtype,
     Geometries,
+    KeyOptions,
     NonEmpty,
     OneGeometry,
     Parameters,
     Policies,
     Positive,
+    SearchedCodecs,
     Several,
     SeveralOrNone,
     Share,
     Text,
+    ValueOptions,
     near,
 )
 
@@ -89,6 +93,21 @@ class InversionControls(ExperimentParameters):
     N_PASSAGES: Count
     SCORED_TOKENS: Count
     N_SEEDS: Count
+    N_BOOT: Count
+
+
+class CodecFrontier(ExperimentParameters):
+    """KL against bits over a search of codecs, uniform and layer by layer."""
+
+    experiment = "codec_frontier"
+
+    PREFIX_TOKENS: Count
+    N_PASSAGES: Annotated[Count, Field(ge=2)]
+    SCORED_TOKENS: Count
+    CODECS: SearchedCodecs
+    KEY_OPTIONS: KeyOptions
+    VALUE_OPTIONS: ValueOptions
+    BUDGETS: Several[Bits]
     N_BOOT: Count
 
 
@@ -182,6 +201,7 @@ NOTEBOOKS: dict[str, type[Parameters]] = {
     "07_figures": Figures,
     "08_inversion_controls": InversionControls,
     "09_throughput": Throughput,
+    "09_codec_frontier": CodecFrontier,
 }
 
 

@@ -12,7 +12,7 @@ _DIMS = (
     *("context_tokens", "n_agents", "method", "control", "encoder", "layer", "rescaled"),
     *("dtype", "threads", "device", "peer", "version"),
     *("suite", "question", "keep", "family", "role", "policy", "varied", "signal", "direction"),
-    *("against", "distance", "phase"),
+    *("against", "distance", "phase", "side", "option"),
 )
 
 

@@ -5,6 +5,7 @@ from math import ceil
 
 from polykv_lib.study.params import (
     AgentFidelity,
+    CodecFrontier,
     ExperimentParameters,
     InversionControls,
     MemoryScaling,
@@ -41,6 +42,8 @@ def work_of(chosen: ExperimentParameters) -> Work | None:
             return _perplexity(chosen)
         case InversionControls():
             return _inversion(chosen)
+        case CodecFrontier():
+            return _frontier(chosen)
         case AgentFidelity():
             return _agents(chosen)
         case PlanRecovery():
@@ -90,6 +93,21 @@ def _inversion(p: InversionControls) -> Work:
         read=p.N_PASSAGES * (sum(lengths) + readings * p.SCORED_TOKENS),
         steps=0,
         document=max(lengths),
+        agents=1,
+        own=p.SCORED_TOKENS,
+        scored=p.SCORED_TOKENS,
+    )
+
+
+def _frontier(p: CodecFrontier) -> Work:
+    options = len(p.KEY_OPTIONS) + len(p.VALUE_OPTIONS)
+    n_selection = p.N_PASSAGES // 2
+    tails = p.N_PASSAGES * (1 + len(p.CODECS)) + (p.N_PASSAGES - n_selection) * len(p.BUDGETS)
+    return Work(
+        read=p.N_PASSAGES * p.PREFIX_TOKENS + tails * p.SCORED_TOKENS,
+        read_a_layer=n_selection * options * p.SCORED_TOKENS // 2,
+        steps=0,
+        document=p.PREFIX_TOKENS,
         agents=1,
         own=p.SCORED_TOKENS,
         scored=p.SCORED_TOKENS,

@@ -19,6 +19,7 @@ CODECS = {
     "default": {"keys": pk.Int8(), "values": pk.TurboQuant(3)},
     "token": {"keys": pk.Int8("token"), "values": pk.Int8("token")},
     "turbo-keys": {"keys": pk.TurboQuant(4, "double"), "values": pk.TurboQuant(2, match_norm=True)},
+    "harmonic": {"keys": pk.HarmonicTurboQuant(3), "values": pk.TurboQuant(3, match_norm=True)},
     "kivi": {"keys": pk.Affine(4, 8, "token"), "values": pk.Affine(4, 8, "channel")},
 }
 

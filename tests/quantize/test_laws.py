@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polykv_lib.quantize import Affine, FullPrecision, Int8, Quantizer, TurboQuant
+from polykv_lib.quantize import (
+    Affine,
+    FullPrecision,
+    HarmonicTurboQuant,
+    Int8,
+    Quantizer,
+    TurboQuant,
+)
 from polykv_lib.quantize.base import check_input
 from polykv_lib.quantize.packing import pack, unpack
 
@@ -18,6 +25,8 @@ CODECS = [
     TurboQuant(3, "plain"), TurboQuant(3, "double", seed=3), TurboQuant(3, "none", match_norm=True),
     *[Affine(b, 32, "token") for b in (2, 3, 5, 8)],
     *[Affine(b, 16, "channel") for b in (4, 6, 7)],
+    *[HarmonicTurboQuant(b) for b in (1, 2, 3, 4)],
+    TurboQuant(3, norms="byte"), TurboQuant(4, match_norm=True, norms="byte"),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("codec", CODECS, ids=str)
 
@@ -62,8 +71,12 @@ def test_every_head_dim_is_stored_by_its_formula_to_the_byte(codec: Quantizer, d
             want = n + 2 * heads * tokens + 4
         case Int8("block"):
             want = n + 2 * n // 32 + 4
+        case TurboQuant(bits=bits, norms="byte"):
+            want = n * bits // 8 + heads * tokens + 8
         case TurboQuant(bits=bits):
             want = n * bits // 8 + 2 * heads * tokens + 4
+        case HarmonicTurboQuant(bits=bits):
+            want = n * bits // 8 + 2 * heads * tokens + 4 + 4 * 3 * heads * dim // 2
         case Affine(bits=bits, group=group, axis="token"):
             want = n * bits // 8 + 4 * heads * dim * -(-tokens // group) + 4
         case Affine(bits=bits, group=group):
@@ -131,7 +144,8 @@ def test_a_zero_token_among_others_stays_zero(codec):
     x[:, 4] = 0
     x[:, 5] *= 1e-4
     back = codec.dequantize(codec.quantize(x))
-    if not isinstance(codec, Affine):  # whose groups hold no exact zero
+    # The groups of Affine hold no exact zero, and harmonics make no exception of a token.
+    if not isinstance(codec, Affine | HarmonicTurboQuant):
         assert (back[:, 4] == 0).all()
     if isinstance(codec, TurboQuant):  # its own norm: relative error of any other token
         error = (back - x)[:, 5].norm() / x[:, 5].norm()

@@ -130,6 +130,28 @@ def _controls() -> Iterator[Row]:
             yield _row("distance", "ppl_delta_pct", delta, "%", distance="1 to 16", **own)
 
 
+def _frontier() -> Iterator[Row]:
+    codecs = {"paper": 5.6, "lean": 3.3, "affine3+tq3": 3.4, "by layer, 3 bits": 3.1}
+    codecs["by layer, 3.4 bits"] = 3.3
+    for role in ("selection", "report"):
+        for codec, bits in codecs.items():
+            at: dict[str, Any] = {
+                "model": MODEL,
+                "prefix_tokens": 1851,
+                "role": role,
+                "codec": codec,
+                "n": 16,
+            }
+            kl = 0.03 / bits
+            yield _row("frontier", "bits_per_element", bits, "bits", lo=bits, hi=bits, **at)
+            yield _row("frontier", "memory_ratio", 16 / bits, "x", **at)
+            yield _row("frontier", "kl_nats", kl, "nats", lo=0.8 * kl, hi=1.2 * kl, **at)
+            yield _row("frontier", "ppl_delta_pct", kl, "%", lo=-kl, hi=2 * kl, **at)
+    for layer in range(2):
+        yield _row("codec_plan", "bits", 3.25, "bits", codec="by layer, 3 bits", layer=layer,
+                   side="keys", option="harmonic3", model=MODEL, prefix_tokens=1851)  # fmt: skip
+
+
 def _fidelity() -> Iterator[Row]:
     level = {"pool": 0.97, "unrelated-document": 0.45, "no-document": 0.4}
     for n in AGENTS:
@@ -248,6 +270,7 @@ def synthetic() -> list[Record]:
         "plan_recovery": list(_plans()),
         "inversion_controls": list(_controls()),
         "throughput": list(_throughput()),
+        "codec_frontier": list(_frontier()),
     }
     return [
         Record(

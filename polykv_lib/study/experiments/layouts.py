@@ -7,7 +7,14 @@ from math import ceil
 
 from polykv_lib.kv import Geometry
 from polykv_lib.presets import Codec
-from polykv_lib.quantize import Affine, FullPrecision, Int8, Quantizer, TurboQuant
+from polykv_lib.quantize import (
+    Affine,
+    FullPrecision,
+    HarmonicTurboQuant,
+    Int8,
+    Quantizer,
+    TurboQuant,
+)
 
 FULL_BYTES = 2  # bfloat16 or float16: what full precision means in every computed size
 HALF, SINGLE = 2, 4  # bytes of an fp16 and of an fp32 number
@@ -46,6 +53,11 @@ def side_bytes(codec: Quantizer, geometry: Geometry, n_tokens: int) -> int:
             return vectors * dim + vectors * dim // 32 * HALF + SINGLE
         case TurboQuant(bits=bits):
             return vectors * dim * bits // 8 + vectors * HALF + SINGLE
+        case HarmonicTurboQuant(bits=bits, norms=norms):
+            rest = side_bytes(TurboQuant(bits, norms=norms), geometry, n_tokens)
+            return rest + heads * 3 * dim // 2 * SINGLE
+        case TurboQuant(bits=bits, norms="byte"):
+            return vectors * dim * bits // 8 + vectors + 2 * SINGLE
         case Affine(bits=bits, group=group, axis="token"):
             groups = heads * dim * ceil(n_tokens / group)
         case Affine(bits=bits, group=group, axis="channel"):

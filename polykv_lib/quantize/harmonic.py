@@ -1,0 +1,127 @@
+"""Keys without the harmonics that RoPE makes of their means, then TurboQuant."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from polykv_lib.quantize.base import Quantized, check_input, decode
+from polykv_lib.quantize.turboquant import TurboQuant
+
+ZOOM = 8  # points of the spectrum for each that T tokens determine
+
+
+@dataclass(frozen=True)
+class HarmonicTurboQuant:
+    """x_hat[t] = a exp(i f t) + TurboQuant(x[t] - a exp(i f t)), for keys after RoPE.
+
+    RoPE (arXiv:2104.09864) turns channels j and j + d/2 of token t, as one complex number, by the
+    angle f_j t. A mean of the keys before it is one harmonic after it, and holds most of a key's
+    energy; what is left is several times smaller, and so is its rounding. Here f_j is the maximum
+    of the pair's periodogram over the tokens given, the heads together, and a the amplitude of each
+    head at f_j: nothing about the model's RoPE needs to be known. Tokens that are not consecutive
+    (an evicted piece) lose some of the gain, keys without RoPE all of it.
+
+    Stored: bits + 16 / d + 48 / T bits a number: packed codes and an fp16 norm a vector (matched,
+    see TurboQuant; 8 / d with norms="byte"), fp32 amplitudes and frequencies a head.
+
+    Args:
+        bits: 1 to 4.
+        seed: of the rotation's signs.
+        norms: as TurboQuant stores them.
+    """
+
+    bits: int = 4
+    seed: int = 0
+    norms: Literal["half", "byte"] = "half"
+
+    def __post_init__(self) -> None:
+        self._rest()
+
+    def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
+        """Packed codes and norms of the rest, and the harmonics [*batch, 3, dim / 2]."""
+        check_input(x, self)
+        if x.shape[-1] % 2:
+            raise ValueError(
+                f"{self} got vectors of {x.shape[-1]} channels; RoPE turns pairs of channels, so "
+                "their number must be even. Use TurboQuant."
+            )
+        x32 = x.detach().float().contiguous()
+        lines = _harmonics(x32)
+        q = self._rest().quantize(x32 - _evaluate(lines, 0, x.shape[-2]))
+        return replace(q, zero=lines, dtype=x.dtype)
+
+    def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
+        """The harmonics plus the decoded rest."""
+        return decode(self, q)
+
+    def levels(
+        self, q: Quantized, start: int, stop: int, dtype: torch.dtype
+    ) -> Float[Tensor, "*batch token dim"]:
+        """Harmonics and rest in the rotated basis, norms included."""
+        assert q.zero is not None
+        rest = self._rest()
+        levels = rest.levels(q, start, stop, torch.float32)
+        levels = levels * rest.gains(q, start, stop).unsqueeze(-1)
+        return (levels + rest.to_levels(q, _evaluate(q.zero, start, stop))).to(dtype)
+
+    def gains(self, q: Quantized, start: int, stop: int) -> None:
+        """None: levels are the values, rotated."""
+
+    def to_levels(
+        self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
+    ) -> Float[Tensor, "*batch row dim"]:
+        """The rows, rotated."""
+        return self._rest().to_levels(q, rows)
+
+    def from_levels(
+        self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
+    ) -> Float[Tensor, "*batch row dim"]:
+        """The rows, rotated back."""
+        return self._rest().from_levels(q, rows)
+
+    def _rest(self) -> TurboQuant:
+        return TurboQuant(self.bits, seed=self.seed, match_norm=True, norms=self.norms)
+
+
+def _harmonics(x: Float[Tensor, "*batch token dim"]) -> Float[Tensor, "*batch three pair"]:
+    """Real and imaginary amplitudes of each head, and the pairs' frequencies (rad a token)."""
+    n_tokens = x.shape[-2]
+    z = torch.complex(*x.chunk(2, dim=-1))
+    if not n_tokens:
+        return x.new_zeros(*z.shape[:-2], 3, z.shape[-1])
+    n = ZOOM * (1 << n_tokens.bit_length())
+    largest = x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
+    power = torch.fft.fft(z / largest, n, dim=-2).abs().square()
+    power = power.flatten(0, -3).sum(0) if power.dim() > 2 else power
+    peak = power.argmax(0)
+    before, top, after = (power.gather(0, (peak + i)[None] % n)[0] for i in (-1, 0, 1))
+    bend = before - 2 * top + after  # of the parabola through the three points
+    aside = torch.where(bend < 0, (before - after) / (2 * bend), 0.0).clamp(-0.5, 0.5)
+    frequency = 2 * torch.pi * (peak + aside) / n
+    frequency = torch.where(frequency > torch.pi, frequency - 2 * torch.pi, frequency)
+    amplitude = (z * _turns(-frequency, 0, n_tokens)).mean(-2)
+    return torch.stack(
+        (amplitude.real, amplitude.imag, frequency.expand_as(amplitude.real)), dim=-2
+    )
+
+
+def _evaluate(
+    lines: Float[Tensor, "*batch three pair"], start: int, stop: int
+) -> Float[Tensor, "*batch token dim"]:
+    """The harmonics at tokens start..stop."""
+    real, imaginary, frequency = (line.unsqueeze(-2) for line in lines.unbind(-2))
+    frequency = frequency.reshape(-1, lines.shape[-1])[0]  # one for all heads
+    z = torch.complex(real, imaginary) * _turns(frequency, start, stop)
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+def _turns(
+    frequency: Float[Tensor, " pair"], start: int, stop: int
+) -> Complex[Tensor, "token pair"]:
+    """exp(i f t); the angles in fp64, since f t grows with the document."""
+    tokens = torch.arange(start, stop, device=frequency.device, dtype=torch.float64)
+    angles = tokens[:, None] * frequency.double()
+    return torch.complex(angles.cos().float(), angles.sin().float())

@@ -1,0 +1,51 @@
+"""The codecs that the frontier searches: pairs of a key and a value codec, and protected tokens."""
+
+import re
+from typing import Final
+
+from polykv_lib import presets
+from polykv_lib.presets import Codec
+from polykv_lib.quantize import (
+    Affine,
+    FullPrecision,
+    HarmonicTurboQuant,
+    Int8,
+    Quantizer,
+    TurboQuant,
+)
+
+KEYS: Final[dict[str, Quantizer]] = {
+    "int8": Int8("channel"),
+    **{f"affine{b}": Affine(b, 64, "token") for b in (2, 3, 4)},
+    "affine4-128": Affine(4, 128, "token"),
+    "affine3-32": Affine(3, 32, "token"),
+    **{f"tq{b}": TurboQuant(b, match_norm=True, norms="byte") for b in (2, 3, 4)},
+    **{f"harmonic{b}": HarmonicTurboQuant(b, norms="byte") for b in (2, 3, 4)},
+    "harmonic4-half": HarmonicTurboQuant(4),
+    "full": FullPrecision(),
+}
+VALUES: Final[dict[str, Quantizer]] = {
+    **{f"tq{b}": TurboQuant(b, match_norm=True, norms="byte") for b in (1, 2, 3, 4)},
+    "tq3-unmatched": TurboQuant(3, norms="byte"),
+    "tq3-half": TurboQuant(3, match_norm=True),
+    **{f"affine{b}": Affine(b, 32, "channel") for b in (2, 3, 4)},
+    "full": FullPrecision(),
+}
+N_SINK: Final = 4
+_NAME: Final = re.compile(r"(?P<keys>[^+@]+)\+(?P<values>[^+@]+?)(@(?P<sinks>\d+))?")
+
+
+def candidate(name: str) -> Codec:
+    """A preset, or "keys+values@sinks" of the names above; four sinks unless said.
+
+    Raises:
+        ValueError: neither.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return presets.codec(name)
+    keys, values = found["keys"], found["values"]
+    for side, known in ((keys, KEYS), (values, VALUES)):
+        if side not in known:
+            raise ValueError(f"{name!r}: no codec {side!r}; choose from: {', '.join(known)}.")
+    return Codec(keys=KEYS[keys], values=VALUES[values], n_sink=int(found["sinks"] or N_SINK))
