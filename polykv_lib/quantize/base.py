@@ -125,9 +125,7 @@ def to_byte(
     return torch.where(x == 0, 0.0, code).to(torch.uint8), torch.stack((largest, step))
 
 
-def from_byte(
-    code: UInt8[Tensor, "*any"], unit: Float[Tensor, " two"]
-) -> Float[Tensor, "*any"]:
+def from_byte(code: UInt8[Tensor, "*any"], unit: Float[Tensor, " two"]) -> Float[Tensor, "*any"]:
     """The numbers that `to_byte` stored."""
     largest, step = unit
     return torch.where(code == 0, 0.0, largest * torch.exp2((code.float() - 255) * step))

@@ -47,7 +47,7 @@ LOOKS = {
     "paper-sinks": Look(label="paper, 4 sinks kept", colour="#DD7711", marker="8"),
     "compact": Look(label="compact", colour="#0B8A8A", marker="*", line="-"),
     "by layer": Look(label="codecs by layer", colour="#332288", marker="."),
-    "lean": Look(label="lean", colour="#228855", marker="D", line="-"),
+    "lean": Look(label="lean", colour="#228855", marker="p", line="-"),
     "kivi4": Look(label="KIVI, 4 bits", colour="#999933", marker="h", line=":"),
     "kivi2": Look(label="KIVI, 2 bits", colour="#882255", marker="d", line=":"),
     "paper-plain": Look(label="paper's, without signs", colour="#EE6677", marker="o", line=":"),

@@ -44,7 +44,7 @@ class Settings:
     codecs: Sequence[str]
     key_options: Sequence[str]
     value_options: Sequence[str]
-    budgets: Sequence[float]
+    budgets: Sequence[int | float]
     n_boot: int
 
     @property
@@ -176,7 +176,7 @@ def _costs(x: Float[Tensor, "head token dim"], point: Settings) -> Costs:
     }
 
 
-def _plan(means: Mapping[str, Single], costs: Costs, bits: float) -> Plan:
+def _plan(means: Mapping[str, Single], costs: Costs, bits: int | float) -> Plan:
     """Each layer's options at a mean of `bits` a number, protected tokens not counted."""
     unit = 1_000  # of a bit: budgets are whole numbers
     units = [
