@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from polykv_lib.quantize.base import Quantized, check_input, decode
+from polykv_lib.quantize.base import Quantized, check_input, decode, in_range
 from polykv_lib.quantize.turboquant import TurboQuant
 
 ZOOM = 8  # points of the spectrum for each that T tokens determine
@@ -65,7 +65,7 @@ class HarmonicTurboQuant:
         rest = self._rest()
         levels = rest.levels(q, start, stop, torch.float32)
         levels = levels * rest.gains(q, start, stop).unsqueeze(-1)
-        return (levels + rest.to_levels(q, _evaluate(q.zero, start, stop))).to(dtype)
+        return in_range(levels + rest.to_levels(q, _evaluate(q.zero, start, stop)), dtype)
 
     def gains(self, q: Quantized, start: int, stop: int) -> None:
         """None: levels are the values, rotated."""

@@ -61,7 +61,7 @@ class TurboQuant:
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
         """Packed codes [*batch, token, dim * bits / 8] and fp16 norms [*batch, token]."""
         check_input(x, self)
-        x32 = x.detach().float()
+        x32 = x.detach().float().contiguous()
         dim = x32.shape[-1]
         # Two steps, so that neither a tiny nor a huge vector leaves the range of fp32 when squared.
         largest = x32.abs().amax(-1, keepdim=True)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from math import ceil
 
-from polykv_lib.study.params import (
+from polykv_lib.study.param_types import ExperimentParameters
+from polykv_lib.study.schemas import (
     AgentFidelity,
     CodecFrontier,
-    ExperimentParameters,
     InversionControls,
     MemoryScaling,
     PlanAblations,

@@ -23,12 +23,12 @@ def test_each_profile_expands_and_ends_with_tables_and_figures(profile: str) -> 
     keys = [point.key for point in found if point.key]
     assert len(keys) == len(set(keys))
     assert {p.chosen.PROFILE for p in found if p.key} == {profile}
-    assert [p.source.stem for p in found[-2:]] == ["06_paper_vs_ours", "07_figures"]
+    assert [p.source.stem for p in found[-2:]] == ["09_paper_vs_ours", "10_figures"]
     computing = {name for name, schema in NOTEBOOKS.items() if schema.experiment}
     if profile == "offline":  # it is meant to stay short
         computing -= {
-            *("04_longbench_recovery", "05_ablations", "08_inversion_controls"),
-            "09_codec_frontier",
+            *("04_longbench_recovery", "05_ablations", "06_inversion_controls"),
+            "07_codec_frontier",
         }
     assert computing <= {p.source.stem for p in found}
 
