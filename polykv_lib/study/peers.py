@@ -186,5 +186,7 @@ def tokens_equal(reference: Sequence[Sequence[int]], answers: Sequence[Sequence[
     return same / sum(map(len, reference))
 
 
-def _row(metric: str, value: float | None, unit: str, dims: Mapping[str, Any], **more: Any) -> Row:
+def _row(
+    metric: str, value: int | float | None, unit: str, dims: Mapping[str, Any], **more: Any
+) -> Row:
     return Row(table="peers", metric=metric, value=value, unit=unit, dims=dict(dims), **more)
