@@ -27,7 +27,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
         for row in record.rows
     ]
     numbers = pd.DataFrame(lines, columns=pd.Index([*_FIELDS, "n", "lo", "hi", *_DIMS]))
-    return numbers.astype({"value": float, "lo": float, "hi": float})
+    return numbers.astype({"value": float, "n": float, "lo": float, "hi": float})
 
 
 def pick(numbers: pd.DataFrame, **wanted: object) -> pd.DataFrame:
