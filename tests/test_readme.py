@@ -31,11 +31,13 @@ def commands(program: str, text: str = README) -> list[list[str]]:
 
 def unknown_words(arguments: list[str]) -> list[str]:
     """What `polykv` would not understand of these arguments: a command, an option or a profile."""
-    name, *rest = arguments
-    known = get_command(app).commands  # type: ignore[attr-defined]
-    if name not in known:
-        return [name]
-    options = {option for parameter in known[name].params for option in parameter.opts}
+    command, rest = get_command(app), arguments
+    while hasattr(command, "commands"):
+        name, *rest = rest
+        if name not in command.commands:
+            return [name]
+        command = command.commands[name]
+    options = {option for parameter in command.params for option in parameter.opts}
     wrong = [word for word in rest if word.startswith("--") and word not in options]
     if "--profile" in rest:
         profile = rest[rest.index("--profile") + 1]

@@ -51,13 +51,13 @@ def side_bytes(codec: Quantizer, geometry: Geometry, n_tokens: int) -> int:
             return vectors * dim + vectors * HALF + SINGLE
         case Int8(scale="block"):
             return vectors * dim + vectors * dim // 32 * HALF + SINGLE
+        case TurboQuant(bits=bits, norms="byte"):
+            return vectors * dim * bits // 8 + vectors + 2 * SINGLE
         case TurboQuant(bits=bits):
             return vectors * dim * bits // 8 + vectors * HALF + SINGLE
         case HarmonicTurboQuant(bits=bits, norms=norms):
             rest = side_bytes(TurboQuant(bits, norms=norms), geometry, n_tokens)
             return rest + heads * 3 * dim // 2 * SINGLE
-        case TurboQuant(bits=bits, norms="byte"):
-            return vectors * dim * bits // 8 + vectors + 2 * SINGLE
         case Affine(bits=bits, group=group, axis="token"):
             groups = heads * dim * ceil(n_tokens / group)
         case Affine(bits=bits, group=group, axis="channel"):

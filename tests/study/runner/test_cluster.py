@@ -20,7 +20,7 @@ KNOW_THE_TOY = f"import sys; sys.path[:0] = {[str(ROOT), str(HERE)]}; import toy
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     workers: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "resources": {"GPU": 1}}
-    with LocalCluster(**workers, dashboard_address=None, preload=[KNOW_THE_TOY]) as made:
+    with LocalCluster(**workers, dashboard_address="127.0.0.1:0", preload=[KNOW_THE_TOY]) as made:
         yield made.scheduler_address
 
 

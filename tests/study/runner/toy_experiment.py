@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from polykv_lib.study import params
+from polykv_lib.study import param_types, params
 from polykv_lib.study.record import Outcome
 
 
-class Toy(params.ExperimentParameters):
+class Toy(param_types.ExperimentParameters):
     experiment = "toy"
 
-    N: params.Count
-    FAIL: params.Text
+    N: param_types.Count
+    FAIL: param_types.Text
 
 
 class OutOfMemoryError(RuntimeError):
