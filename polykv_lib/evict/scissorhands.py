@@ -46,7 +46,8 @@ class Scissorhands:
     Departures: when a cache is full the authors drop half of it at once (a drop amount of 0.5 of
     the budget), here every step drops what exceeds the budget; counts of query heads that share a
     KV head are averaged; while generating, old counts fade (`Unimportance`) where the authors count
-    the last `window` queries anew.
+    the last `window` queries anew. Their code for evaluation has no budget: it keeps
+    every token that one of the window's queries ranked in its upper tenth, and the recent ones.
     """
 
     window: int = 400

@@ -26,7 +26,7 @@ from polykv_lib.study.experiments.eviction_items import (
     encoded,
     single,
 )
-from polykv_lib.study.experiments.eviction_scores import ScoredOnce, bytes_in_bf16, check_evicted
+from polykv_lib.study.experiments.eviction_scores import bytes_in_bf16, check_evicted
 from polykv_lib.study.experiments.plan_phases import long_answers, quotation
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks import ruler
@@ -427,28 +427,6 @@ def test_longbench_is_calibrated_on_the_offline_suite(
     assert len(calibration) == len(tasks)
     assert len(item.prompt) > 400, "longer than asked for, so its middle is left out"
     assert len(test.item.prompt) == 400
-
-
-def test_a_shared_policy_scores_a_layer_once_and_keeps_the_same() -> None:
-    torch.manual_seed(0)
-    layers = [
-        LayerKV(keys=torch.randn(1, 2, 40, 8), values=torch.randn(1, 2, 40, 8),
-                queries=torch.randn(1, 4, 40, 8)) for _ in range(2)
-    ]  # fmt: skip
-    calls = []
-
-    class Counting(H2O):
-        def score(self, layer: LayerKV) -> Any:
-            calls.append(layer)
-            return super().score(layer)
-
-    shared = ScoredOnce(Counting())
-    for layer in layers:
-        for budget in (10, 20):
-            own = Plan.uniform(H2O(), budget, 1).layers[0].keep(layer)
-            once = Plan.uniform(shared, budget, 1).layers[0].keep(layer)
-            assert all(torch.equal(a, b) for a, b in zip(own, once, strict=True))
-    assert calls == layers
 
 
 def test_a_run_in_which_nothing_was_evicted_is_an_error() -> None:

@@ -29,7 +29,6 @@ from polykv_lib.study.experiments.eviction_plans import (
     paper_b,
     shuffled_budgets,
 )
-from polykv_lib.study.experiments.eviction_scores import sharing
 
 Plans: TypeAlias = Mapping[str, PlanFor]
 Scores: TypeAlias = dict[float, list[PlanScore]]  # by the share that is kept
@@ -171,7 +170,7 @@ def _scores(
     everything = {text: plans[k][n] for text, (k, n) in named.items()}
     found: Scores = {k: [] for k in plans}
     if everything:
-        for score in hf.evaluate_plans(model, items, sharing(everything), say=say):
+        for score in hf.evaluate_plans(model, items, everything, say=say):
             keep, name = named[score.plan]
             found[keep].append(replace(score, plan=name))
     return found

@@ -17,7 +17,7 @@ from polykv_lib.calibration import (
 from polykv_lib.evict import Plan
 from polykv_lib.study.experiments.common import Say
 from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, PlanFor
-from polykv_lib.study.experiments.eviction_scores import FULL, Method, sharing
+from polykv_lib.study.experiments.eviction_scores import FULL, Method
 
 PAPER_B: Final = "paper-b"
 LEVELS: Final[dict[str, Literal["layer", "head"]]] = {
@@ -74,7 +74,7 @@ def best_single(
 ) -> str:
     """The policy of least macro KL among uniform ones, on calibration items."""
     rivals = {name: plan for name, plan in each.items() if name != PYRAMID}
-    scores = hf.evaluate_plans(model, items, sharing(rivals), say=say)
+    scores = hf.evaluate_plans(model, items, rivals, say=say)
     return least(scores, rivals)
 
 

@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from polykv_lib import hf, presets
-from polykv_lib.evict import EvictionPolicy, Plan, Protected
 from polykv_lib.hf.suffix import answer_logits
-from polykv_lib.kv import LayerKV, Scores
 from polykv_lib.metrics import answers
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
@@ -19,42 +17,6 @@ from polykv_lib.quantize import FullPrecision
 from polykv_lib.study.experiments.eviction_items import Asked, PlanFor
 
 FULL = "FullKV"
-
-
-@dataclass(eq=False)
-class ScoredOnce:
-    """A policy that many plans of one prefill share: it scores each layer once."""
-
-    policy: EvictionPolicy
-    last: tuple[LayerKV, Scores] | None = field(default=None, repr=False)
-
-    def score(self, layer: LayerKV) -> Scores:
-        """The policy's own scores."""
-        if self.last is None or self.last[0] is not layer:
-            self.last = layer, self.policy.score(layer)
-        return self.last[1]
-
-    def protect(self, budget: int) -> Protected:
-        """What the policy protects."""
-        return self.policy.protect(budget)
-
-
-def sharing(plans: Mapping[str, PlanFor]) -> dict[str, PlanFor]:
-    """The same plans; a policy that several of them use scores a layer once for all of them."""
-    shared: dict[str, EvictionPolicy] = {}
-
-    def once(plan: Plan) -> Plan:
-        return Plan(
-            layers=tuple(
-                replace(own, policy=shared.setdefault(repr(own.policy), ScoredOnce(own.policy)))
-                for own in plan.layers
-            )
-        )
-
-    def of(plan_for: PlanFor) -> PlanFor:
-        return lambda n_tokens: once(plan_for(n_tokens))
-
-    return {name: of(plan_for) for name, plan_for in plans.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +64,7 @@ def results(
         model: prepared.
         tokenizer: of the model.
         asked: the item.
-        methods: at any number of budgets; policies may be shared (`sharing`).
+        methods: at any number of budgets.
         codecs: names of `presets`; all for finalists and the full cache, else the first.
         max_new_tokens: of a finalist's free answer, through the first codec; 0: none is generated.
 

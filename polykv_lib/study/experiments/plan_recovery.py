@@ -17,7 +17,7 @@ from polykv_lib.study.experiments.common import Say, Timer, facts, settings
 from polykv_lib.study.experiments.eviction_choice import Considered
 from polykv_lib.study.experiments.eviction_items import Asked, Wanted
 from polykv_lib.study.experiments.eviction_plans import OURS, Compared
-from polykv_lib.study.experiments.eviction_scores import Method, Result, protocol, results, sharing
+from polykv_lib.study.experiments.eviction_scores import Result, protocol, results
 from polykv_lib.study.experiments.recovery_rows import Point, rows
 from polykv_lib.study.record import Outcome
 
@@ -98,7 +98,7 @@ def _score(
     say: Say,
 ) -> Iterator[Result]:
     """Every method of every budget; what is chosen as ours appears under that name too."""
-    methods = _sharing([m for own in chosen for m in own.methods])
+    methods = [method for own in chosen for method in own.methods]
     ours = {own.keep: own.ours for own in chosen}
     for i, asked in enumerate(test, 1):
         for result in results(
@@ -113,11 +113,6 @@ def _score(
             if result.method == ours[result.keep]:
                 yield replace(result, method=OURS)
         say(f"{i} of {len(test)} test items scored")
-
-
-def _sharing(methods: Sequence[Method]) -> list[Method]:
-    shared = sharing({str(i): method.plan for i, method in enumerate(methods)})
-    return [replace(m, plan=plan) for m, plan in zip(methods, shared.values(), strict=True)]
 
 
 def _sample(result: Result) -> dict[str, Any]:
