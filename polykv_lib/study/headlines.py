@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from polykv_lib.study.render import number
-from polykv_lib.study.rows import pick
+from polykv_lib.study.rows import DIMS, pick
 
 COLUMNS = ("what", "setting", "ours", "95 % interval", "n", "paper", "command")
 SIZES = {"prefix_tokens": "tokens in the pool", "context_tokens": "tokens", "n_agents": "agents"}
@@ -46,7 +46,7 @@ KEPT = (0.25, 0.4)
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """One number: which rows hold it, shown at the largest document and the most agents measured.
+    """One number: which rows hold it, at the largest document, most agents and most items measured.
 
     `paper` is the published number where the same thing is meant.
     """
@@ -218,6 +218,8 @@ def _lines(headline: Headline, numbers: pd.DataFrame) -> list[dict[str, str]]:
     for size in SIZES:
         if rows[size].notna().any():
             rows = rows[rows[size] == rows[size].max()]
+    most = rows.sort_values("n", kind="stable").drop_duplicates(list(DIMS), keep="last")
+    rows = rows[rows.index.isin(most.index)]
     return [_line(headline, row) for _, row in rows.iterrows()]
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 from polykv_lib.study.record import Record
 
 _FIELDS = ("profile", "experiment", "key", "table", "metric", "value", "unit", "kind")
-_DIMS = (
+DIMS = (
     *("model", "codec", "protocol", "prefix_tokens", "text", "document", "geometry"),
     *("context_tokens", "n_agents", "method", "control", "encoder", "layer", "rescaled"),
     *("dtype", "threads", "device", "peer", "version"),
@@ -26,7 +26,7 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
         for record in records
         for row in record.rows
     ]
-    numbers = pd.DataFrame(lines, columns=pd.Index([*_FIELDS, "n", "lo", "hi", *_DIMS]))
+    numbers = pd.DataFrame(lines, columns=pd.Index([*_FIELDS, "n", "lo", "hi", *DIMS]))
     return numbers.astype({"value": float, "n": float, "lo": float, "hi": float})
 
 

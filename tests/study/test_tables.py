@@ -218,6 +218,22 @@ def test_cells_are_short_and_never_blank() -> None:
     assert r"a\_b" in latex(frame)
 
 
+def test_a_headline_of_two_profiles_shows_the_one_of_more_items() -> None:
+    dims = {"model": "m", "suite": "offline", "question": "hidden", "keep": 0.25, "method": "ours",
+            "family": "macro", "codec": "full"}  # fmt: skip
+
+    def gap(value: float, n: int, **other: object) -> Row:
+        return Row(table="recovery", metric="gap_recovered_pct", value=value, unit="%", n=n,
+                   dims=dims | other)  # fmt: skip
+
+    few, many = record(gap(90.0, 9), profile="few"), record(gap(94.0, 42), profile="many")
+    shown = headlines(tidy([many, few]))
+    assert shown["ours"].tolist() == ["94"]
+    assert "--profile many" in shown["command"].iloc[0]
+    elsewhere = record(gap(80.0, 9, question="visible"), profile="few")
+    assert sorted(headlines(tidy([many, elsewhere]))["ours"]) == ["80", "94"]
+
+
 def test_each_headline_has_a_command(synthetic: list[Record]) -> None:
     found = headlines(tidy(synthetic))
     assert found["what"].is_unique
