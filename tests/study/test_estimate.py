@@ -98,12 +98,14 @@ def test_more_tokens_never_fit_better() -> None:
     assert fits == [True, True, False]
 
 
-def test_every_point_of_the_t4_grid_fits_two_t4s() -> None:
-    points = expand(load_grid(ROOT / "env/grids/t4.yaml"), ROOT / "notebooks", "t4")
+@pytest.mark.parametrize("profile", ["t4", "t4-8b"])
+def test_every_point_of_the_t4_grids_fits_two_t4s_and_a_session_of_nine_hours(profile: str) -> None:
+    points = expand(load_grid(ROOT / f"env/grids/{profile}.yaml"), ROOT / "notebooks", profile)
     for each in points:
         if isinstance(each.chosen, ExperimentParameters):
             found = estimate(each.chosen, TWO_T4)
             assert found is None or found.fits, f"{each.label}: {found.arithmetic}"
+            assert found is None or (found.seconds or 0) < 9 * 3600, each.label
 
 
 def test_times_agree_with_the_stored_points_of_the_cpu() -> None:

@@ -17,7 +17,7 @@ def points(grid: Grid, **kwargs: Any) -> list[grids.Point]:
     return expand(grid, ROOT / "notebooks", "test", **kwargs)
 
 
-@pytest.mark.parametrize("profile", ["smoke", "offline", "offline-full", "t4"])
+@pytest.mark.parametrize("profile", ["smoke", "offline", "offline-full", "t4", "t4-8b"])
 def test_each_profile_expands_and_ends_with_tables_and_figures(profile: str) -> None:
     found = expand(load_grid(GRIDS / f"{profile}.yaml"), ROOT / "notebooks", profile)
     keys = [point.key for point in found if point.key]
@@ -27,6 +27,8 @@ def test_each_profile_expands_and_ends_with_tables_and_figures(profile: str) -> 
     computing = {name for name, schema in NOTEBOOKS.items() if schema.experiment}
     if profile == "offline":  # it is meant to stay short
         computing -= {"06_inversion_controls", "07_codec_frontier"}
+    if profile == "t4-8b":  # the models of the eviction paper
+        computing = {"04_longbench_recovery", "05_ablations"}
     assert computing <= {p.source.stem for p in found}
 
 
@@ -125,6 +127,6 @@ def test_a_file_that_is_no_grid_is_refused_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(
         ParameterError,
-        match=r"no profile 'offlne' in .*Known: bench-gpu, offline, offline-full, smoke, t4",
+        match=r"no profile 'offlne' in .*Known: bench-gpu, offline, offline-full, smoke, t4, t4-8b",
     ):
         load_grid(GRIDS / "offlne.yaml")
