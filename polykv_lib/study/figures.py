@@ -27,6 +27,7 @@ from polykv_lib.study.drawing import (
     titled,
     write_beside,
 )
+from polykv_lib.study.figures_ablations import signals_by_decision, signals_by_phase
 from polykv_lib.study.figures_frontier import codec_frontier
 from polykv_lib.study.figures_inversion import ppl_controls
 from polykv_lib.study.figures_memory import decode_step, memory_vs_agents, memory_vs_context
@@ -119,6 +120,8 @@ FIGURES = {
     "budget_sweep": Drawing(draw=eviction.budget_sweep, table="recovery"),
     "budget_sweep_gap": Drawing(draw=eviction.budget_sweep_gap, table="recovery"),
     "plan_map": Drawing(draw=eviction.plan_map, table="plan", width=TEXT, by=("suite", "question")),
+    "signals_by_decision": Drawing(draw=signals_by_decision, table="ablations", width=TEXT),
+    "signals_by_phase": Drawing(draw=signals_by_phase, table="phases", width=TEXT),
     "throughput_vs_agents": Drawing(draw=throughput_vs_agents, table="throughput", width=TEXT),
     "step_vs_context": Drawing(draw=step_vs_context, table="throughput", width=TEXT),
     "held_vs_agents": Drawing(draw=held_vs_agents, table="throughput", width=TEXT),

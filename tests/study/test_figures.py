@@ -14,7 +14,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from polykv_lib import presets
-from polykv_lib.study import dataflow, figures, figures_eviction
+from polykv_lib.study import dataflow, figures, figures_ablations, figures_eviction
 from polykv_lib.study.drawing import LOOKS, counted, house_style, look
 from polykv_lib.study.published_points import published_memory
 from polykv_lib.study.record import Record
@@ -137,6 +137,16 @@ def test_the_sweep_has_each_budget_of_each_plan_and_bands(
         assert list(lines[label].get_ydata()) == pytest.approx(values)
     assert len(ax.collections) == 4
     assert [t.get_text() for t in ax.get_xticklabels()] == ["25%", "40%"]
+
+
+def test_signals_stand_on_one_line_forward_and_inverse(synthetic: list[Record]) -> None:
+    ax = drawn(figures_ablations.signals_by_decision, synthetic)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["policies, cosine"]
+    forward, inverse = (container.lines[0] for container in ax.containers)
+    assert (forward.get_xdata()[0], inverse.get_xdata()[0]) == (0.8, 1.8)
+    assert forward.get_ydata()[0] > 0 > inverse.get_ydata()[0]
+    ax = drawn(figures_ablations.signals_by_phase, synthetic)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["decode: policies, cosine"]
 
 
 def test_plan_map_shows_each_layers_policy_and_share(synthetic: list[Record]) -> None:
