@@ -52,6 +52,6 @@ def _signals(rows: pd.DataFrame, ax: Axes) -> None:
         rows[name].iloc[0] for name in ("model", "suite", "question", "keep")
     )
     ax.set_title(
-        f"{model}, {suite}, {keep:.0%} kept, question {question}, {counted(rows, 'items')}"
+        f"{model}, {suite}, {keep:.0%} kept,\nquestion {question}, {counted(rows, 'items')}"
     )
     legend_below(ax)
