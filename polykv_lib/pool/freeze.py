@@ -11,6 +11,7 @@ from polykv_lib.kv import Geometry, KeptTokens, LayerKV
 from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import CacheFactory, SharedKVPool
 from polykv_lib.quantize import FullPrecision, Quantizer
+from polykv_lib.quantize.base import all_finite
 
 Codecs: TypeAlias = Quantizer | Sequence[Quantizer]  # for every layer, or one a layer
 _MISMATCH = "{} codecs of {} for {} layers; pass one codec, or one for each layer."
@@ -105,7 +106,7 @@ def _checked_shape(layer: LayerKV, index: int, before: tuple[int, ...]) -> tuple
 
 def _check_finite(layer: LayerKV, index: int) -> None:
     for name, x in (("keys", layer.keys), ("values", layer.values)):
-        if not torch.isfinite(x).all():
+        if not all_finite(x):
             raise PoolError(
                 f"the {name} of layer {index} hold NaN or infinity ({x.dtype}), which no codec can "
                 "store. The model overflowed: load it with dtype=torch.float32."

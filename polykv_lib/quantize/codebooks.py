@@ -31,14 +31,21 @@ def stored_levels(bits: int) -> Float[Tensor, " level"]:
     return torch.tensor(lloyd_max_levels(bits)).bfloat16().float()
 
 
-def nearest_code(
-    x: Float[Tensor, "*shape"], levels: Float[Tensor, " level"]
-) -> UInt8[Tensor, "*shape"]:
-    """Index of the level nearest to each element of x; levels ascend.
+@cache
+def stored_edges(bits: int) -> tuple[float, ...]:
+    """The numbers half-way between stored levels, exact in fp32."""
+    levels = stored_levels(bits)
+    return tuple(((levels[1:] + levels[:-1]) / 2).tolist())
 
-    One comparison an edge, summed: for 16 levels and fewer several times faster than a search.
+
+def nearest_code(x: Float[Tensor, "*shape"], bits: int) -> UInt8[Tensor, "*shape"]:
+    """Index of the stored level nearest to each number; half-way, of the lower one.
+
+    One comparison an edge, summed: several times faster than a search. The sums are kept in x's
+    dtype and become bytes by way of int8, for which torch's CPU kernels are the fastest.
     """
-    codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for edge in ((levels[1:] + levels[:-1]) / 2).tolist():
-        codes += x > edge
-    return codes
+    first, *others = stored_edges(bits)
+    codes, above = torch.gt(x, first, out=torch.empty_like(x)), torch.empty_like(x)
+    for edge in others:
+        codes += torch.gt(x, edge, out=above)
+    return codes.to(torch.int8).view(torch.uint8)

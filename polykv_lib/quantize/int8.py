@@ -43,15 +43,15 @@ class Int8:
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
         """Codes of int8 [*batch, token, dim] and their scales."""
         check_input(x, self)
-        x32 = self._grouped(x.detach().float())
-        axes = {"tensor": tuple(range(x32.dim())), "channel": (-2,)}.get(self.scale, (-1,))
-        largest = _largest(x32, axes)
+        grouped = self._grouped(x.detach())
+        axes = {"tensor": tuple(range(grouped.dim())), "channel": (-2,)}.get(self.scale, (-1,))
+        largest = _largest(grouped, axes).float()
         check_finite(largest, self)
         scale, unit = largest / 127, None
         if self.scale in ("token", "block"):
             scale, unit = to_half(scale)
         divisor = scale.float() if unit is None else scale.float() * unit
-        codes = torch.round(x32 / torch.where(divisor == 0, 1.0, divisor)).clamp(-127, 127)
+        codes = (grouped / torch.where(divisor == 0, 1.0, divisor)).round_().clamp_(-127, 127)
         plane = codes.to(torch.int8).view(x.shape)
         return Quantized(
             planes=(plane,), scale=scale, unit=unit, shape=tuple(x.shape), dtype=x.dtype

@@ -19,8 +19,18 @@ from polykv_lib.quantize.base import (
     to_half,
 )
 from polykv_lib.quantize.codebooks import nearest_code, stored_levels
-from polykv_lib.quantize.packing import look_up, pack, word_table
+from polykv_lib.quantize.packing import (
+    Planes,
+    entries,
+    look_up,
+    stored_words,
+    to_words,
+    word_table,
+)
 from polykv_lib.quantize.rotations import RotationName, rotation
+
+BLOCK = 1 << 17  # numbers encoded at a time: scratch that stays in a core's cache
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -61,26 +71,14 @@ class TurboQuant:
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
         """Packed codes [*batch, token, dim * bits / 8] and fp16 norms [*batch, token]."""
         check_input(x, self)
-        x32 = x.detach().float().contiguous()
-        dim = x32.shape[-1]
-        # Two steps, so that neither a tiny nor a huge vector leaves the range of fp32 when squared.
-        largest = x32.abs().amax(-1, keepdim=True)
-        check_finite(largest, self)
-        x32 = x32 / torch.where(largest == 0, 1.0, largest)
-        norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-        unit_vectors = x32 / torch.where(norm == 0, 1.0, norm)
-        z = unit_vectors @ self._rotation(x.device, dim) * math.sqrt(dim)
-        levels = stored_levels(self.bits)
-        codes = nearest_code(z, levels)
-        length = largest * norm
-        if self.match_norm:
-            decoded = levels.to(x.device)[codes.long()]
-            length = length / torch.linalg.vector_norm(decoded, dim=-1, keepdim=True)
-        else:
-            length = length / math.sqrt(dim)
-        scale, unit = (to_half if self.norms == "half" else to_byte)(length[..., 0])
+        size = BLOCK if x.device.type == "cpu" else x.numel()
+        step = max(1, size * x.shape[-2] // max(1, x.numel()))
+        blocks = [self._encode(block) for block in x.detach().split(step, dim=-2)]
+        planes, lengths = zip(*blocks, strict=True)
+        length = torch.cat(lengths, dim=-1)
+        scale, unit = (to_half if self.norms == "half" else to_byte)(length)
         return Quantized(
-            planes=pack(codes, self.bits),
+            planes=tuple(torch.cat(plane, dim=-2) for plane in zip(*planes, strict=True)),
             scale=scale,
             unit=unit,
             shape=tuple(x.shape),
@@ -118,6 +116,24 @@ class TurboQuant:
         """The rows, rotated back: rows @ R^T."""
         return rows @ self._rotation(rows.device, q.shape[-1]).to(rows.dtype).mT
 
+    def _encode(self, x: Float[Tensor, "*batch token dim"]) -> tuple[Planes, Tensor]:
+        """Packed codes of a block of tokens, and the number that multiplies each one's levels."""
+        rows = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        dim = rows.shape[-1]
+        # Two steps, so that neither a tiny nor a huge vector leaves the range of fp32 when squared.
+        largest = rows.abs().amax(-1, keepdim=True)
+        check_finite(largest, self)
+        largest.clamp_min_(TINY)
+        norm = torch.linalg.vector_norm(rows.div_(largest), dim=-1, keepdim=True).clamp_min_(TINY)
+        z = rows.div_(norm) @ (self._rotation(x.device, dim) * math.sqrt(dim))
+        words = to_words(nearest_code(z, self.bits), self.bits)
+        length = (largest * norm)[..., 0]
+        if self.match_norm:
+            length /= entries(words, _squares(self.bits, x.device)).sum(-1).sqrt_()
+        else:
+            length /= math.sqrt(dim)
+        return stored_words(words, self.bits), length
+
     def _rotation(self, device: torch.device, dim: int) -> Float[Tensor, "dim dim"]:
         return rotation(dim, self.rotation, self.seed, device)
 
@@ -125,3 +141,9 @@ class TurboQuant:
 @cache
 def _table(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return word_table(stored_levels(bits).to(device), bits, dtype)
+
+
+@cache
+def _squares(bits: int, device: torch.device) -> Float[Tensor, "word one"]:
+    """The squared norm of the levels behind every packed word."""
+    return _table(bits, torch.float32, device).square().sum(-1, keepdim=True)

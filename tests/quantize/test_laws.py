@@ -51,6 +51,24 @@ def test_unpack_inverts_pack_and_no_bit_is_wasted(bits, n_tokens, groups, seed):
     assert sum(p.numel() for p in planes) * 8 == codes.numel() * bits
 
 
+@given(n_words=st.sampled_from([2, 4, 16, 20, 32]), seed=st.integers(0, 99))
+def test_three_bits_lie_on_disk_as_words_of_four_codes(n_words, seed):
+    """Saved pools must open with any later version: the layout, number by number."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 8, (3, 4 * n_words), generator=generator, dtype=torch.uint8)
+    low, nibbles = pack(codes, 3)
+    for token, row in enumerate(codes.tolist()):
+        words = [
+            sum(code << 3 * k for k, code in enumerate(row[4 * j : 4 * j + 4]))
+            for j in range(n_words)
+        ]
+        half = n_words // 2
+        assert low[token].tolist() == [word & 255 for word in words]
+        assert nibbles[token].tolist() == [
+            words[j] >> 8 | words[j + half] >> 8 << 4 for j in range(half)
+        ]
+
+
 @EACH
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_every_head_dim_is_stored_by_its_formula_to_the_byte(codec: Quantizer, dim: int):

@@ -11,6 +11,7 @@ from scipy.stats import beta, norm
 
 from polykv_lib.quantize import Int8, TurboQuant
 from polykv_lib.quantize.codebooks import lloyd_max_levels, stored_levels
+from polykv_lib.quantize.packing import unpack
 from polykv_lib.quantize.rotations import hadamard, rotation
 
 # Max (1960), Table I: least mean-squared error of a 2**bits-level quantizer of N(0, 1).
@@ -56,6 +57,26 @@ def test_turboquant_has_the_distortion_of_the_sphere(bits, dim, rotation):
     x = torch.randn(20_000, dim, generator=torch.Generator().manual_seed(0))
     theory = expected_error(stored_levels(bits).numpy().astype(np.float64), sphere_channel(dim))
     assert distortion(x, TurboQuant(bits, rotation)) == pytest.approx(theory, rel=5e-3)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_turboquant_is_its_definition_in_double_precision(bits, dim):
+    """Codes by a search among the levels, and matched norms; tokens enough for several blocks."""
+    x = torch.randn(3, 2_500, dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codec = TurboQuant(bits, match_norm=True)
+    q = codec.quantize(x)
+    x64, levels = x.double(), stored_levels(bits).double()
+    length = x64.norm(dim=-1, keepdim=True)
+    z = math.sqrt(dim) * (x64 / length) @ rotation(dim, "signed", 0, CPU).double()
+    edges = (levels[1:] + levels[:-1]) / 2
+    nearest = torch.bucketize(z, edges)
+    away = (z[..., None] - edges).abs().amin(-1) > 1e-5  # of an edge, by more than fp32 rounds
+    assert away.double().mean() > 0.999
+    assert torch.equal(unpack(q.planes, bits)[away], nearest[away].to(torch.uint8))
+    want = length / levels[unpack(q.planes, bits).long()].norm(dim=-1, keepdim=True)
+    stored = codec.gains(q, 0, 2_500).double()
+    assert (stored / want[..., 0] - 1).abs().max() < 2**-11 * 1.001  # half a step of fp16
 
 
 def test_without_signs_a_constant_vector_becomes_a_spike():
