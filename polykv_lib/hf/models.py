@@ -4,10 +4,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -133,9 +135,14 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 def _sample_bytes(parameter: Tensor) -> bytes:
     flat = parameter.detach().reshape(-1)
-    steps = torch.arange(SAMPLES_PER_PARAMETER, device=flat.device)
-    chosen = flat[steps * (flat.numel() - 1) // (SAMPLES_PER_PARAMETER - 1)]
+    chosen = flat[_evenly_spaced(flat.numel(), flat.device)]
     return chosen.cpu().view(torch.uint8).numpy().tobytes()
+
+
+@cache
+def _evenly_spaced(numel: int, device: torch.device) -> Int[Tensor, " sample"]:
+    steps = torch.arange(SAMPLES_PER_PARAMETER, device=device)
+    return steps * (numel - 1) // (SAMPLES_PER_PARAMETER - 1)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
