@@ -1,12 +1,13 @@
 """Attention in chunks, through the CPU's kernel: exact, within range, and refused where it fails."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from polykv_lib.attend import chunked
+from polykv_lib.attend import attend_pieces, chunked
 from polykv_lib.kv import LayerKV
 from polykv_lib.pool import freeze
 from polykv_lib.quantize import Affine, FullPrecision, HarmonicTurboQuant, Int8, TurboQuant
@@ -114,6 +115,24 @@ def test_a_kernel_that_errs_is_not_used(monkeypatch):
         monkeypatch.setattr(chunked, "_kernel", broken)
         with pytest.warns(UserWarning, match=f"{reason}.*read by the plain path"):
             assert not works(CPU, 64, torch.float16)
+
+
+def test_a_layer_read_in_chunks_is_the_layer_read_in_blocks(monkeypatch):
+    """Sinks and the rest, heads of different lengths, and tokens of the agents' own."""
+    layer = LayerKV(keys=draw(1, 3, 900, 64), values=draw(1, 3, 900, 64, seed=1))
+    long, short = torch.arange(900), torch.arange(0, 900, 2)
+    own = draw(3, 6, 1, 64, seed=3), draw(3, 6, 1, seed=4) + 5
+    for kept in (None, [[long, short, long]]):
+        pieces = freeze([layer], keys=Int8(), values=TurboQuant(3), kept=kept).layers[0]
+        in_blocks = attend_pieces(draw(3, 6, 1, 64, seed=2), pieces, 3, 1 / 8, own)
+        spy = Mock(wraps=chunked.attend_piece)
+        with monkeypatch.context() as patch:
+            patch.setattr(chunked, "runs_on", lambda *_: True)
+            patch.setattr(chunked, "attend_piece", spy)
+            in_chunks = attend_pieces(draw(3, 6, 1, 64, seed=2), pieces, 3, 1 / 8, own)
+        assert spy.called
+        for a, b in zip(in_chunks, in_blocks, strict=True):
+            assert_close(a, b, atol=1e-5, rtol=0)
 
 
 def test_a_cpu_goes_its_own_way():

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from polykv_lib.attend import chunked
 from polykv_lib.attend.stored import Piece
 from polykv_lib.kv import Rows
 
@@ -39,7 +40,8 @@ def attend_pieces(
             the result is then attention over both.
 
     Returns:
-        out and lse in fp32. Scores are fp32; weights meet values in q's dtype.
+        out and lse in fp32. Scores are fp32; weights meet values in q's dtype. On a GPU keys and
+        values are fp16 (`chunked.attend`), or fp32 for queries of fp32.
     """
     agents, _, queries, _ = q.shape
     rows = fold(q, n_heads) * (scale / LN2)  # scores in base 2: torch's exp2 is 3x faster than exp
@@ -67,11 +69,24 @@ def _attend_together(
     """Attention over pieces that the same heads hold, added to a partial result."""
     n_heads, n_rows, _ = rows.shape
     step = min(BLOCK, max(256, MAX_SCORES // (n_heads * max(n_rows, 1)) // 256 * 256))
-    for block in _blocks(pieces, step):
+    rest = list[Piece]()
+    for piece in pieces:
+        found = chunked.attend(rows, piece, dtype)
+        if found is None:
+            rest.append(piece)
+        else:
+            partial = found if partial is None else _merge(partial, found)
+    for block in _blocks(rest, step):
         partial = _attend_block(rows, block, dtype, partial)
     if partial is None:
         return torch.zeros_like(rows), rows.new_full(rows.shape[:2], -math.inf)
     return partial
+
+
+def _merge(one: Partial, other: Partial) -> Partial:
+    """Attention over the tokens of both; only `one` may be over none."""
+    lse = torch.logaddexp2(one[1], other[1])
+    return torch.lerp(one[0], other[0], (other[1] - lse).exp2_()[..., None]), lse
 
 
 def _blocks(pieces: Sequence[Piece], step: int) -> Iterator[list[Span]]:

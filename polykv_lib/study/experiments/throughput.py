@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from polykv_lib import hf
+from polykv_lib.attend import chunked
 from polykv_lib.study.experiments import bandwidth, throughput_checks
 from polykv_lib.study.experiments.common import (
     Say,
@@ -64,11 +65,13 @@ def _run(point: Settings, say: Say) -> Outcome:
     model, tokenizer = hf.load_model(point.model, dtype=dtype)
     [text] = documents(tokenizer, n_docs=1, min_tokens=max(point.context_tokens))
     prompts = [hf.question_ids(tokenizer, question) for question in questions(N_CHECKED)]
+    attention: dict[str, str] = {}
     machine = {"threads": torch.get_num_threads(), "device": device_name(model.device)}
     for n_tokens in point.context_tokens:
         ids = hf.document_ids(tokenizer, text.text)[:, :n_tokens]
         at = {"model": point.model, "dtype": dtype_name(model), "context_tokens": n_tokens}
         once = Once.read(model, ids, prompts[0], dict.fromkeys((FULL, PAPER, *point.codecs)))
+        attention |= way(model.device, once.pools[FULL].geometry.head_dim, model.dtype)
         steps = Steps.of(model, once.pools, prompts[0], point.codecs, point.max_cache_gb)
         rows += throughput_checks.rows(steps.lanes, prompts, point.answer_tokens, at | machine)
         say(f"{n_tokens:,} tokens: answers checked, {timer.seconds:.0f} s")
@@ -91,6 +94,7 @@ def _run(point: Settings, say: Say) -> Outcome:
             dtype=getattr(torch, of_dtype),
             device=model.device,
         )
+        attention |= way(model.device, shape.heads.head_dim, shape.dtype)
         codecs = list(dict.fromkeys((FULL, *point.codecs)))
         some, times = bandwidth.rows(shape, codecs, point.rounds, point.seed, machine)
         rows, samples = [*rows, *some], [*samples, *times]
@@ -102,6 +106,7 @@ def _run(point: Settings, say: Say) -> Outcome:
             **facts(model, tokenizer),
             "threads": torch.get_num_threads(),
             "device_name": device_name(model.device),
+            "attention_over_pools": attention,
             "document": text.title,
             "step": f"one token for every agent after a question of {len(prompts[0])} tokens; "
             "medians of interleaved rounds after a first one",
@@ -111,6 +116,12 @@ def _run(point: Settings, say: Say) -> Outcome:
             "seconds": timer.seconds,
         },
     )
+
+
+def way(device: torch.device, dim: int, dtype: torch.dtype) -> dict[str, str]:
+    """How pools are read: in chunks by a fused kernel, where a GPU's passed its test, or blocks."""
+    way = "chunks" if chunked.runs_on(device, dim, dtype) else "blocks"
+    return {f"{str(dtype).removeprefix('torch.')}, head_dim {dim}": way}
 
 
 def device_name(device: torch.device) -> str:
