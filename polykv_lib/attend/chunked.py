@@ -59,7 +59,7 @@ def works_on(device: torch.device, dim: int, dtype: torch.dtype) -> bool:
     rows, keys, values = (
         torch.randn(2, n, dim, generator=source).to(device) for n in (33, 2 * FEW + 1, 2 * FEW + 1)
     )
-    rows *= dim**-0.5
+    rows *= 2 * dim**-0.5
     want, want_lse = attend_plain(rows[None], keys[None], values[None], LN2, None)
     try:
         out, lse = attend_dense(rows, keys, values, dtype)
