@@ -188,6 +188,8 @@ def test_bandwidth_counts_the_pool_and_is_exact_for_its_dtype(outcome: Outcome) 
 def test_the_run_says_how_it_was_run_and_keeps_every_round(outcome: Outcome) -> None:
     assert outcome.protocol["threads"] == 1
     assert outcome.protocol["device_name"] == "cpu"
+    ways = outcome.protocol["attention_over_pools"]
+    assert ways.items() >= {("bfloat16, head_dim 64", "blocks")}  # type: ignore[union-attr]
     steps = [s for s in outcome.samples if "n_agents" in s and "method" in s and "model" in s]
     assert all(len(s["step_ms"]) == 2 for s in steps)  # type: ignore[arg-type]
 

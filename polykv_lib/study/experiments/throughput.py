@@ -106,7 +106,7 @@ def _run(point: Settings, say: Say) -> Outcome:
             **facts(model, tokenizer),
             "threads": torch.get_num_threads(),
             "device_name": device_name(model.device),
-            "attention_over_pools": attention,
+            "attention_over_pools": {**attention},
             "document": text.title,
             "step": f"one token for every agent after a question of {len(prompts[0])} tokens; "
             "medians of interleaved rounds after a first one",
