@@ -119,6 +119,7 @@ def test_a_kernel_that_errs_is_not_used(monkeypatch):
 
 def test_a_layer_read_in_chunks_is_the_layer_read_in_blocks(monkeypatch):
     """Sinks and the rest, heads of different lengths, and tokens of the agents' own."""
+    monkeypatch.setenv("POLYKV_NATIVE", "0")  # which would read the codes itself
     layer = LayerKV(keys=draw(1, 3, 900, 64), values=draw(1, 3, 900, 64, seed=1))
     long, short = torch.arange(900), torch.arange(0, 900, 2)
     own = draw(3, 6, 1, 64, seed=3), draw(3, 6, 1, seed=4) + 5

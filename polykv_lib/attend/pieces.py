@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polykv_lib.attend import chunked
+from polykv_lib.attend import chunked, native
 from polykv_lib.attend.stored import Piece
 from polykv_lib.kv import Rows
 
@@ -41,7 +41,8 @@ def attend_pieces(
 
     Returns:
         out and lse in fp32. Scores are fp32; weights meet values in q's dtype. On a GPU keys and
-        values are fp16 (`chunked.attend`), or fp32 for queries of fp32.
+        values are fp16 (`chunked.attend`), or fp32 for queries of fp32; `native.attend`
+        says how exact it is, where it is used.
     """
     agents, _, queries, _ = q.shape
     rows = fold(q, n_heads) * (scale / LN2)  # scores in base 2: torch's exp2 is 3x faster than exp
@@ -71,7 +72,7 @@ def _attend_together(
     step = min(BLOCK, max(256, MAX_SCORES // (n_heads * max(n_rows, 1)) // 256 * 256))
     rest = list[Piece]()
     for piece in pieces:
-        found = chunked.attend(rows, piece, dtype)
+        found = native.attend(rows, piece, dtype) or chunked.attend(rows, piece, dtype)
         if found is None:
             rest.append(piece)
         else:

@@ -1,5 +1,6 @@
 """What attention needs to know of a layer at rest, whatever its codecs."""
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -7,6 +8,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from polykv_lib.kv import Rows
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Codes at rest, for a kernel that reads them itself: int8, or packed (quantize/packing.py)."""
+
+    planes: tuple[Tensor, ...]  # each [head, token, bytes]
+    levels: Float[Tensor, " level"] | None = None  # what packed codes stand for; None: themselves
 
 
 @runtime_checkable
@@ -19,6 +28,10 @@ class Stored(Protocol):
 
     def gains(self, start: int, stop: int) -> Float[Tensor, "head token"] | None:
         """The fp32 factor of each token."""
+        ...
+
+    def codes(self) -> Codes | None:
+        """The codes behind the levels; None: in a form that no kernel reads."""
         ...
 
     def to_levels(self, rows: Rows) -> Rows:

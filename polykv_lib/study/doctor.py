@@ -34,13 +34,14 @@ def report(out_dir: str = "") -> pd.DataFrame:
 
 
 def checks(out_dir: str = "") -> Iterator[Check]:
-    """Checks this machine; computes nothing but one 2 x 2 product on a GPU, if there is one."""
+    """Checks this machine; computes next to nothing, but may compile the native attention."""
     yield Check(status="ok", what="python", found=f"{sys.version.split()[0]} at {sys.executable}")
     for requirement in requirements():
         yield _package(requirement)
     for name, role in EMBEDDED.items():
         yield _embedded(name, role)
     yield _accelerator()
+    yield _native()
     yield _network()
     yield _folder(out_dir)
     yield _published(out_dir)
@@ -86,6 +87,19 @@ def _accelerator() -> Check:
         return Check(status="FAIL", what="accelerator", found=found, advice=str(error))
     name = found or provenance.cpu_model()
     return Check(status="ok", what="accelerator", found=f"{device}: {name}")
+
+
+def _native() -> Check:
+    try:
+        from polykv_lib.attend import native  # here, because it imports torch
+
+        status = native.status()
+    except ImportError as error:
+        status = f"off: {error}"
+    if status == "on":
+        return Check(status="ok", what="native attention", found=status)
+    advice = "torch computes the same, slower; for the kernel: a C compiler and AVX-512"
+    return Check(status="note", what="native attention", found=status, advice=advice)
 
 
 def _network() -> Check:

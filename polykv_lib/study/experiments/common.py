@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from polykv_lib import hf, presets
+from polykv_lib.attend import native
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.intervals import Interval
 from polykv_lib.pool import SharedKVPool
@@ -103,6 +104,7 @@ def facts(model: Any, tokenizer: Any) -> dict[str, Any]:
         "tokenizer_fingerprint": hf.tokenizer_fingerprint(tokenizer),
         "dtype": dtype_name(model),
         "attention": model.config._attn_implementation,
+        "native_attention": native.status(),
         "device": str(weight.device),
     }
 

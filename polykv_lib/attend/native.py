@@ -1,0 +1,191 @@
+"""Attention over packed keys and values in one C kernel, where compiler and CPU allow it.
+
+The kernel (native.c) unpacks, multiplies and weighs a block of tokens while it is in the CPU's
+cache; it needs AVX-512. The system's C compiler makes it on first use, in the user's cache folder,
+and every process checks it once against the plain equation. Without it torch computes the same;
+`status` says which and why. POLYKV_NATIVE=0 turns it off.
+"""
+
+import ctypes
+import hashlib
+import math
+import os
+import shlex
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from polykv_lib.attend.dense import attend_plain
+from polykv_lib.attend.stored import Codes, Piece
+from polykv_lib.kv import Rows
+
+SOURCE: Final = Path(__file__).with_name("native.c")
+FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+NEEDED: Final = ("F", "BW", "VL", "VBMI", "VNNI", "BF16")  # of AVX-512
+# Digits of a query and terms of a weight, at least as fine as the dtype itself.
+PRECISION: Final = {torch.bfloat16: (2, 1), torch.float16: (3, 2), torch.float32: (3, 2)}
+ERROR: Final = 1e-5  # of the check at the start, which uses the finest
+
+
+class _Task(ctypes.Structure):
+    """`Task` of native.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "q", "keys", "words", "tops", "gain", "levels", "out", "lse",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "heads", "rows", "tokens", "dim", "bits", "digits", "terms", "threads",
+        )),
+    ]  # fmt: skip
+
+
+def status() -> str:
+    """Whether the kernel is used: "on", or "off: " and why. Compiles and checks it once."""
+    if os.environ.get("POLYKV_NATIVE") == "0":
+        return "off: POLYKV_NATIVE=0"
+    kernel = _kernel()
+    return kernel if isinstance(kernel, str) else "on"
+
+
+def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Attention of the rows over a whole piece, or None where the kernel can not read it.
+
+    Rows are scaled, scores and lse in base 2, results fp32. The kernel reads int8 keys without
+    gains and TurboQuant values of every width, with head_dim 64, 128, 192 or 256. For bf16 the
+    queries are numbers of 15 bits and the weights of 8, otherwise of 23 and 16.
+    """
+    if dtype not in PRECISION or rows.device.type != "cpu" or rows.requires_grad:
+        return None
+    if not rows.numel() or not piece.n_tokens or rows.shape[-1] not in (64, 128, 192, 256):
+        return None
+    keys, values = piece.keys.codes(), piece.values.codes()
+    if keys is None or values is None or keys.levels is not None or values.levels is None:
+        return None
+    if not all(plane.is_contiguous() for plane in (*keys.planes, *values.planes)):
+        return None
+    gain = piece.values.gains(0, piece.n_tokens)
+    if gain is None or status() != "on":
+        return None
+    q = piece.keys.to_levels(rows)
+    found = _call(_kernel(), q, keys, values, gain, *PRECISION[dtype])
+    return None if found is None else (piece.values.from_levels(found[0]), found[1])
+
+
+def _call(
+    kernel: Any,
+    q: Rows,
+    keys: Codes,
+    values: Codes,
+    gain: Tensor,
+    digits: int,
+    terms: int,
+) -> tuple[Tensor, Tensor] | None:
+    """Out and lse in the basis of the levels; None: no memory for it."""
+    assert values.levels is not None
+    heads, rows, dim = q.shape
+    tokens = keys.planes[0].shape[1]
+    bits = len(values.levels).bit_length() - 1
+    out, lse = torch.empty(heads, rows, dim), torch.empty(heads, rows)
+    words, *tops = values.planes
+    n_bytes = dim * (2 if bits == 3 else bits) // 8
+    task = _Task(
+        q=_address(q, torch.float32, heads, rows, dim),
+        keys=_address(keys.planes[0], torch.int8, heads, tokens, dim),
+        words=_address(words, torch.uint8, heads, tokens, n_bytes),
+        tops=_address(tops[0], torch.uint8, heads, tokens, dim // 8) if bits == 3 else None,
+        gain=_address(gain, torch.float32, heads, tokens),
+        levels=_address(values.levels, torch.float32, 2**bits),
+        out=out.data_ptr(), lse=lse.data_ptr(),
+        heads=heads, rows=rows, tokens=tokens, dim=dim,
+        bits=bits, digits=digits, terms=terms, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return None if kernel(ctypes.byref(task)) else (out, lse)
+
+
+def _address(x: Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """Where a tensor's numbers are.
+
+    Raises:
+        ValueError: it is not what the kernel will read there.
+    """
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
+        raise ValueError(
+            f"native attention wants a contiguous {dtype} tensor {list(shape)}, "
+            f"got {x.dtype} {list(x.shape)} of strides {x.stride()}."
+        )
+    return x.data_ptr()
+
+
+@cache
+def _kernel() -> Any:
+    """The compiled function, or what `status` says where there is none."""
+    try:
+        kernel = ctypes.CDLL(str(_library())).polykv_attend
+    except (OSError, subprocess.SubprocessError, RuntimeError, ValueError) as error:
+        return f"off: {error}"
+    kernel.argtypes, kernel.restype = [ctypes.POINTER(_Task)], ctypes.c_int
+    return kernel if _error(kernel) < ERROR else "off: it differs from the plain equation"
+
+
+def _library() -> Path:
+    """The library for this source, compiler and CPU, made by the first process that asks.
+
+    Raises:
+        OSError: no compiler, or a cache folder that can not be written.
+        subprocess.SubprocessError: the compiler failed.
+        RuntimeError: CPU or compiler lack instructions.
+    """
+    compiler = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS]
+    features = _run([*compiler, "-dM", "-E", "-x", "c", os.devnull])  # and the compiler's version
+    missing = [name for name in NEEDED if f"__AVX512{name}__ " not in features]
+    if missing:
+        raise RuntimeError(f"CPU or compiler lacks AVX-512 {', '.join(missing)}")
+    made_of = "\n".join((SOURCE.read_text(), *compiler, features))
+    library = cache_folder() / f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            command = [*compiler, str(SOURCE), "-o", str(made), "-lm"]
+            try:
+                _run([*command, "-fopenmp"])
+            except subprocess.CalledProcessError:
+                _run(command)  # one thread
+            made.replace(library)
+    return library
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/polykv`, or `~/.cache/polykv`."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "polykv"
+
+
+def _error(kernel: Any) -> float:
+    """Largest difference of the kernel from the equation, over random queries and 3-bit codes."""
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 7, 64, generator=random) / 256
+    keys = torch.randint(-127, 128, (2, 300, 64), generator=random).to(torch.int8)
+    codes = torch.randint(0, 8, (2, 300, 64), generator=random)
+    gain, levels = torch.rand(2, 300, generator=random), torch.linspace(-2, 2, 9)[:8]
+    words = (codes.unflatten(-1, (16, 4)) << torch.tensor([0, 3, 6, 9])).sum(-1)
+    tops = (words >> 8)[..., :8] | (words >> 8)[..., 8:] << 4
+    planes = ((words & 255).to(torch.uint8), tops.to(torch.uint8))
+    found = _call(kernel, q, Codes((keys,)), Codes(planes, levels), gain, 3, 2)
+    if found is None:
+        return math.inf
+    v = levels[codes] * gain[..., None]
+    out, lse = attend_plain(q[None], keys[None].float(), v[None], math.log(2), None)
+    pairs = zip(found, (out[0], lse[0] / math.log(2)), strict=True)
+    return max((x - y).abs().max().item() for x, y in pairs)

@@ -1,0 +1,202 @@
+"""The native kernel is the plain path, shape by shape; without it everything still works."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from polykv_lib import presets
+from polykv_lib.attend import attend_pieces, native
+from polykv_lib.kv import LayerKV
+from polykv_lib.pool import freeze, load
+from polykv_lib.quantize import FullPrecision, Int8, TurboQuant
+
+needs_kernel = pytest.mark.skipif(native.status() != "on", reason=f"native is {native.status()}")
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pool_of(tokens, dim=64, heads=2, codec="polykv"):
+    chosen = presets.codec(codec)
+    layer = LayerKV(keys=draw(1, heads, tokens, dim), values=draw(1, heads, tokens, dim, seed=1))
+    return freeze([layer], keys=chosen.keys, values=chosen.values, n_sink=chosen.n_sink)
+
+
+def both(monkeypatch, pool, q, own=None):
+    """Out and lse with the kernel, which must have been used, and without."""
+    heads = pool.geometry.n_kv_heads
+    found = []
+    used = []
+    call = native._call
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_call", lambda *args: used.append(1) or call(*args))
+        for switch in ("1", "0"):
+            patch.setenv("POLYKV_NATIVE", switch)
+            found.append(attend_pieces(q, pool.layers[0], heads, q.shape[-1] ** -0.5, own))
+            assert len(used) == 1
+    return found
+
+
+def test_a_kernel_that_is_made_is_right():
+    """Or every other test here would be skipped."""
+    assert "differs" not in native.status()
+
+
+@needs_kernel
+@pytest.mark.parametrize("codec", ["paper", "polykv", "tq1", "tq2", "tq4"])
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize(
+    ("agents", "queries", "tokens"), [(1, 1, 5), (5, 2, 64), (7, 3, 333), (16, 1, 640)]
+)
+def test_it_is_the_plain_path(monkeypatch, codec, dim, agents, queries, tokens):
+    pool = pool_of(tokens, dim, codec=codec)
+    q, own = draw(agents, 6, queries, dim, seed=2), draw(agents, 6, queries, dim, seed=3)
+    native_, plain = both(monkeypatch, pool, q, (own, draw(agents, 6, queries, seed=4) + 3))
+    for got, want in zip(native_, plain, strict=True):
+        assert_close(got, want, atol=5e-6, rtol=1e-5)
+    out, _ = native_
+    half, _ = both(monkeypatch, pool, q.bfloat16(), (own, draw(agents, 6, queries, seed=4) + 3))
+    assert_close(half[0], out, atol=2e-2, rtol=2e-2)
+    assert (half[0] - out).abs().max() > 1e-5, "bf16 is rounded, fp32 is not"
+
+
+@needs_kernel
+def test_the_answer_comes_from_the_codes(monkeypatch):
+    """One code changed at the last token of a short block changes the answer alike on both paths."""
+    pool = pool_of(70, codec="paper")
+    q = draw(3, 6, 1, 64, seed=2)
+    (before, _), _ = both(monkeypatch, pool, q)
+    pool.layers[0][0].values.data.planes[0][0, -1, 3] ^= 7
+    (after, _), (plain, _) = both(monkeypatch, pool, q)
+    assert_close(after, plain, atol=5e-6, rtol=1e-5)
+    assert (after - before).abs().max() > 1e-4
+
+
+@needs_kernel
+def test_threads_change_nothing_but_rounding(monkeypatch):
+    pool, q = pool_of(3_000, heads=3), draw(5, 9, 1, 64, seed=2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one, plain = both(monkeypatch, pool, q)
+        torch.set_num_threads(4)
+        four, _ = both(monkeypatch, pool, q)
+    finally:
+        torch.set_num_threads(threads)
+    for got in (one, four):
+        assert_close(got, plain, atol=5e-6, rtol=1e-5)
+    assert not torch.equal(one[0], four[0]), "the tokens were not shared out"
+
+
+@needs_kernel
+def test_a_mapped_pool_is_read_where_it_lies(monkeypatch, tmp_path):
+    pool = pool_of(1_001)
+    mapped = load(pool.save(tmp_path / "a.pool"))
+    q = draw(4, 6, 1, 64, seed=2)
+    for got, want in zip(both(monkeypatch, mapped, q), both(monkeypatch, pool, q), strict=True):
+        assert all(map(torch.equal, got, want))
+
+
+@needs_kernel
+def test_queries_that_are_no_numbers_give_none_and_leave_the_others_alone(monkeypatch):
+    pool, q = pool_of(100), draw(3, 6, 1, 64, seed=2)
+    (right, _), _ = both(monkeypatch, pool, q)
+    for wrong in (math.nan, math.inf):
+        q[1, :, :, 5] = wrong
+        (out, lse), _ = both(monkeypatch, pool, q)
+        assert out[1].isnan().all()
+        assert lse[1].isnan().all()
+        assert_close(out[::2], right[::2])
+    zero, plain = both(monkeypatch, pool, torch.zeros(3, 6, 1, 64))
+    assert_close(zero, plain, atol=5e-6, rtol=1e-5)
+    large, plain = both(monkeypatch, pool, q[::2] * 1e4)  # one token has all the weight
+    assert_close(large, plain, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "dim"),
+    [
+        (Int8("token"), TurboQuant(3), 64),
+        (TurboQuant(4), TurboQuant(3), 64),
+        (Int8(), FullPrecision(), 64),
+        (Int8(), TurboQuant(3), 80),
+    ],
+)
+def test_what_it_cannot_read_is_left_to_torch(keys, values, dim):
+    layer = LayerKV(keys=draw(1, 2, 70, dim), values=draw(1, 2, 70, dim, seed=1))
+    [[piece]] = freeze([layer], keys=keys, values=values, n_sink=0).layers
+    assert native.attend(draw(2, 3, dim), piece, torch.float32) is None
+    readable = pool_of(70, codec="paper").layers[0][0]
+    assert native.attend(draw(2, 3, 64), readable, torch.float64) is None
+
+
+@needs_kernel
+def test_tensors_that_do_not_fit_are_refused():
+    piece = pool_of(70, codec="paper").layers[0][0]
+    keys, values = piece.keys.codes(), piece.values.codes()
+    gain = piece.values.gains(0, 70)
+    q = draw(2, 3, 64)
+    assert native._call(native._kernel(), q, keys, values, gain, 2, 1) is not None
+    wrong = [(q, gain[:, :69]), (q.mT.contiguous().mT, gain), (q.double(), gain)]
+    for q_, gain_ in wrong:
+        with pytest.raises(ValueError, match="native attention wants a contiguous"):
+            native._call(native._kernel(), q_, keys, values, gain_, 2, 1)
+
+
+def status_with(**changed: str) -> str:
+    """`native.status()` of a fresh process."""
+    code = "from polykv_lib.attend import native; print(native.status())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "POLYKV_NATIVE": "1", **changed},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert not done.stderr
+    return done.stdout.strip()
+
+
+def test_without_a_compiler_or_a_folder_torch_computes(tmp_path):
+    folder = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert status_with(POLYKV_NATIVE="0") == "off: POLYKV_NATIVE=0"
+    missing = status_with(CC="no-such-compiler", **folder)
+    assert missing.startswith("off: ")
+    assert "no-such-compiler" in missing
+    assert status_with(CC="false", **folder).startswith("off: ")
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_kernel
+def test_another_cpu_gets_no_kernel_and_this_one_compiles_once(tmp_path):
+    folder = {"XDG_CACHE_HOME": str(tmp_path)}
+    old = status_with(CC="cc -mno-avx512f", **folder)
+    assert old.startswith("off: CPU or compiler lacks AVX-512 F, BW")
+    assert status_with(**folder) == "on"
+    [library] = tmp_path.rglob("*.so")
+    made = library.stat().st_mtime_ns
+    assert status_with(**folder) == "on"
+    assert [p.stat().st_mtime_ns for p in tmp_path.rglob("*.so")] == [made]
+    assert list(library.parent.iterdir()) == [library]
+
+
+@needs_kernel
+def test_a_kernel_that_errs_is_not_used(monkeypatch):
+    right = native._call
+
+    def wrong(*args):
+        out, lse = right(*args)
+        return out + 1e-3, lse
+
+    native._kernel.cache_clear()
+    try:
+        monkeypatch.setattr(native, "_call", wrong)
+        assert native.status() == "off: it differs from the plain equation"
+        pool = pool_of(70)
+        assert attend_pieces(draw(1, 2, 1, 64), pool.layers[0], 2, 1 / 8)[0].isfinite().all()
+    finally:
+        native._kernel.cache_clear()
