@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Final
 
+from polykv_lib.evict import Plan
 from polykv_lib.kv import Geometry
 from polykv_lib.quantize import (
     Affine,
@@ -30,6 +31,17 @@ def _matched(bits: int) -> TurboQuant:
     return TurboQuant(bits, match_norm=True)
 
 
+def _spare(bits: int) -> TurboQuant:
+    """The same with its norms in bytes."""
+    return TurboQuant(bits, match_norm=True, norms="byte")
+
+
+def _lean(key_bits: int, value_bits: int) -> Codec:
+    """Keys without the harmonics of RoPE, norms in bytes, four sinks."""
+    keys = HarmonicTurboQuant(key_bits, norms="byte")
+    return Codec(keys=keys, values=_spare(value_bits), n_sink=4)
+
+
 CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "full": lambda: Codec(keys=FullPrecision(), values=FullPrecision()),
     # Paper A exactly: one key scale a layer, Hadamard without signs, no protected tokens.
@@ -40,11 +52,13 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "polykv": lambda: Codec(keys=Int8("channel"), values=_matched(3), n_sink=4),
     "compact": lambda: Codec(keys=Affine(4, 64, "token"), values=_matched(3), n_sink=4),
     # Chosen on the selection half of the codec frontier: no more KL than the paper's codec.
-    "lean": lambda: Codec(
-        keys=HarmonicTurboQuant(4, norms="byte"),
-        values=TurboQuant(3, match_norm=True, norms="byte"),
-        n_sink=4,
-    ),
+    "lean": lambda: _lean(4, 3),
+    # Fewer bits, for layers that lose little by it; without harmonics, which cost as many bytes
+    # for a few tokens as for many, where an eviction leaves few.
+    "lean-3-2": lambda: _lean(3, 2),
+    "lean-2-2": lambda: _lean(2, 2),
+    "spare-4-3": lambda: Codec(keys=_spare(4), values=_spare(3), n_sink=4),
+    "spare-3-2": lambda: Codec(keys=_spare(3), values=_spare(2), n_sink=4),
     # One change at a time.
     "k-only": lambda: Codec(keys=Int8("tensor"), values=FullPrecision()),
     "v-only": lambda: Codec(keys=FullPrecision(), values=TurboQuant(3, "plain")),
@@ -54,6 +68,9 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "tq2": lambda: Codec(keys=Int8("channel"), values=_matched(2), n_sink=4),
     "tq4": lambda: Codec(keys=Int8("channel"), values=_matched(4), n_sink=4),
     "tq4-both": lambda: Codec(keys=_matched(4), values=_matched(4), n_sink=4),
+    "tq3-both": lambda: Codec(keys=_matched(3), values=_matched(3), n_sink=4),
+    "tq2-both": lambda: Codec(keys=_matched(2), values=_matched(2), n_sink=4),
+    "tq1-both": lambda: Codec(keys=_matched(1), values=_matched(1), n_sink=4),
     "kivi4": lambda: Codec(keys=Affine(4, 32, "token"), values=Affine(4, 32, "channel")),
     "kivi2": lambda: Codec(keys=Affine(2, 32, "token"), values=Affine(2, 32, "channel")),
 }
@@ -72,6 +89,25 @@ def codec(name: str) -> Codec:
     if name not in CODECS:
         raise ValueError(f"no codec {name!r}; {_hint(name, list(CODECS))}")
     return CODECS[name]()
+
+
+def of_plan(plan: Plan) -> tuple[list[Quantizer], list[Quantizer], int]:
+    """Key codecs and value codecs of a plan's layers, and the sinks that all of them leave alone.
+
+    These are `build_pool`'s `keys`, `values` and `n_sink`. A layer without a codec is not
+    quantised.
+
+    Raises:
+        ValueError: an unknown codec, or codecs that disagree about the sinks.
+    """
+    chosen = [codec(layer.codec or "full") for layer in plan.layers]
+    sinks = {own.n_sink for own in chosen if own != CODECS["full"]()}
+    if len(sinks) > 1:
+        raise ValueError(
+            f"the plan's codecs leave {sorted(sinks)} first tokens in full precision; a pool "
+            "leaves one number of them. Choose codecs that agree."
+        )
+    return [own.keys for own in chosen], [own.values for own in chosen], max(sinks, default=0)
 
 
 def geometry(name: str) -> Geometry:

@@ -2,6 +2,7 @@
 
 from polykv_lib.calibration.decoding import decoded_output
 from polykv_lib.calibration.items import EncodedItem
+from polykv_lib.calibration.joint import joint
 from polykv_lib.calibration.measured import Measured, Measurements, Phase, from_json, to_json
 from polykv_lib.calibration.recompute import compare, tail_output
 from polykv_lib.calibration.solve import Calibration, Recipe, both_phases, signals, solve
@@ -28,6 +29,7 @@ __all__ = [
     "compare",
     "decoded_output",
     "from_json",
+    "joint",
     "macro_kl",
     "regrets",
     "shuffled",

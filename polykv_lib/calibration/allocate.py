@@ -1,5 +1,6 @@
 """Error curves or signals -> integer budgets of every unit, and the policy that suits them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ class Problem:
     n_tokens: int
     mean: int
     floor: int
+    allocate: Callable[[Sequence[Curve]], list[int]] | None = None  # instead of `total` tokens
 
     @property
     def total(self) -> int:
@@ -41,8 +43,11 @@ class Problem:
             for layer, weight in zip(errors, self.weights, strict=True)
             for own in layer
         )
-        budgets = equal_slopes(curves, self.total)
+        budgets = (self.allocate or self._equal_slopes)(curves)
         return np.array(budgets).reshape(errors.shape[:2]), curves
+
+    def _equal_slopes(self, curves: Sequence[Curve]) -> list[int]:
+        return equal_slopes(curves, self.total)
 
     def by_shares(self, signal: Float[ndarray, " layer"]) -> Budgets:
         """The floor, and the rest by shares of a signal (arXiv:2606.15157, equation 6).

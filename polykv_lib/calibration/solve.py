@@ -80,16 +80,11 @@ def solve(
             f"budget={mean} tokens a head for documents of {n_tokens}; pass 1 to {n_tokens}."
         )
     found = signals(measured)
-    problem = _problem(measured, recipe, found, n_tokens, mean)
-    budgets, choice, curves = _solve(problem, recipe, found, _fixed(measured, recipe, found))
-    layers = []
-    for own, index in zip(budgets.tolist(), choice.tolist(), strict=True):
-        policy = measured.policies[index]
-        per_head = recipe.level == "head"
-        layers.append(LayerPlan(policy=policy, budget=tuple(own) if per_head else own[0]))
-    plan = Plan(layers=tuple(layers))
+    problem = problem_of(measured, recipe, found, n_tokens, mean)
+    budgets, choice, curves = spend(measured, problem, recipe, found)
+    plan = plan_of(measured, recipe, budgets, choice)
     if measured.phase == "decode":
-        plan = replace(Plan.uniform(FullKV(), n_tokens, len(layers)), decode=plan.layers)
+        plan = replace(Plan.uniform(FullKV(), n_tokens, len(plan.layers)), decode=plan.layers)
     return Calibration(
         plan=plan,
         recipe=recipe,
@@ -98,6 +93,16 @@ def solve(
         curves=curves,
         item_ids=tuple(item.item for item in measured.items),
     )
+
+
+def plan_of(measured: Measurements, recipe: Recipe, budgets: Budgets, choice: Choice) -> Plan:
+    """The plan with these budgets and policies."""
+    per_head = recipe.level == "head"
+    layers = (
+        LayerPlan(policy=measured.policies[index], budget=tuple(own) if per_head else own[0])
+        for own, index in zip(budgets.tolist(), choice.tolist(), strict=True)
+    )
+    return Plan(layers=tuple(layers))
 
 
 def both_phases(prefill: Plan, decode: Plan) -> Plan:
@@ -128,9 +133,10 @@ def signals(measured: Measurements) -> Signals:
     return found
 
 
-def _problem(
+def problem_of(
     measured: Measurements, recipe: Recipe, found: Signals, n_tokens: int, mean: int
 ) -> Problem:
+    """The units, their errors and their weights."""
     per_head = recipe.level == "head"
     errors = measured.mean("head_error") if per_head else measured.mean("error")[:, None]
     weighted = recipe.budget_signal == "gain_curve"
@@ -146,9 +152,11 @@ def _problem(
     )
 
 
-def _solve(
-    problem: Problem, recipe: Recipe, found: Signals, fixed: Choice | None
+def spend(
+    measured: Measurements, problem: Problem, recipe: Recipe, found: Signals
 ) -> tuple[Budgets, Choice, tuple[Curve, ...]]:
+    """Budgets, policies, and the curves that were solved, if any."""
+    fixed = _fixed(measured, recipe, found)
     worst = recipe.inverse_patterns
     curves: tuple[Curve, ...] = ()
     if recipe.budget_signal in ("gain_curve", "curve"):

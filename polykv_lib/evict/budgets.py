@@ -43,7 +43,7 @@ def equal_slopes(curves: Sequence[Sequence[tuple[int, float]]], total: int) -> l
     remaining segment is spent first, so that all units end at equal slopes; ties go to the earlier
     unit.
     """
-    hulls = [_lower_hull(curve) for curve in curves]
+    hulls = [lower_hull(curve) for curve in curves]
     budgets = [hull[0][0] for hull in hulls]
     _check_total(len(curves), total, max(budgets), spent=sum(budgets))
     most = sum(hull[-1][0] for hull in hulls)
@@ -71,7 +71,8 @@ def apportion(shares: Sequence[float] | Float[ndarray, " unit"], total: int) -> 
     return [int(b) for b in floor]
 
 
-def _lower_hull(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def lower_hull(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points below which no line between two others passes, of points ascending in x."""
     hull: list[tuple[int, float]] = []
     for point in curve:
         while len(hull) > 1 and _turns_up(hull[-2], hull[-1], point):

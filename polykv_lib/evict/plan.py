@@ -43,11 +43,13 @@ class LayerPlan:
     """What one layer keeps in one phase: tokens a head, or one number for each KV head.
 
     After the prefill that is so many tokens of the document; while generating, so many of the
-    document's and the agent's own together, after every step.
+    document's and the agent's own together, after every step. `codec` names how a pool stores them
+    (`presets.of_plan`), where the plan says so.
     """
 
     policy: EvictionPolicy
     budget: int | tuple[int, ...]
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         numbers = self.budget if isinstance(self.budget, tuple) else (self.budget,)
@@ -57,6 +59,8 @@ class LayerPlan:
             )
         if not isinstance(self.policy, EvictionPolicy):
             raise ValueError(f"policy {self.policy!r}; pass a policy such as H2O() or SnapKV().")
+        if self.codec is not None and not (isinstance(self.codec, str) and self.codec):
+            raise ValueError(f"codec {self.codec!r}; pass a preset's name, or leave it out.")
 
     def budgets(self, n_heads: int) -> tuple[int, ...]:
         """Tokens of each KV head."""
@@ -168,6 +172,8 @@ class Plan:
 
 def _line(layer: LayerPlan) -> str:
     entry = _to_dict(layer.policy) | {"budget": _plain(layer.budget)}
+    if layer.codec is not None:
+        entry["codec"] = layer.codec
     return "- " + yaml.safe_dump(entry, default_flow_style=True, width=10_000).strip()
 
 
@@ -191,10 +197,12 @@ def _layer(entry: Any, where: str) -> LayerPlan:
     budget = entry["budget"]
     if not isinstance(budget, int | list):
         raise ValueError(f"{where}: budget {budget!r}; pass tokens, or a list with one a KV head.")
-    described = {k: v for k, v in entry.items() if k != "budget"}
+    described = {k: v for k, v in entry.items() if k not in ("budget", "codec")}
     try:
         return LayerPlan(
-            policy=_policy(described), budget=tuple(budget) if isinstance(budget, list) else budget
+            policy=_policy(described),
+            budget=tuple(budget) if isinstance(budget, list) else budget,
+            codec=entry.get("codec"),
         )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

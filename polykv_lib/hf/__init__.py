@@ -19,6 +19,7 @@ from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observed_cache
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
+from polykv_lib.hf.stored_alone import codec_kl, kl_of_each, read_back
 from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.hf.validation import evaluate_plans
 
@@ -30,6 +31,7 @@ __all__ = [
     "ask",
     "build_pool",
     "calibrate",
+    "codec_kl",
     "dense_bytes",
     "document_ids",
     "evaluate_plans",
@@ -40,6 +42,7 @@ __all__ = [
     "footprint",
     "full_cache",
     "greedy",
+    "kl_of_each",
     "load_model",
     "load_pool",
     "logits",
@@ -49,6 +52,7 @@ __all__ = [
     "prefill",
     "prepare",
     "question_ids",
+    "read_back",
     "read_document",
     "share",
     "stop_ids",

@@ -3,5 +3,15 @@
 from polykv_lib.pool.freeze import Codecs, freeze
 from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import SharedKVPool, load
+from polykv_lib.pool.sizes import layer_nbytes
 
-__all__ = ["Codecs", "Piece", "PoolError", "SharedKVPool", "Stored", "freeze", "load"]
+__all__ = [
+    "Codecs",
+    "Piece",
+    "PoolError",
+    "SharedKVPool",
+    "Stored",
+    "freeze",
+    "layer_nbytes",
+    "load",
+]

@@ -56,7 +56,7 @@ def freeze(
         shape = _checked_shape(layer, i, shape)
         heads_kept = None if kept is None else kept[i]
         own = _of_layer(keys, "keys", i), _of_layer(values, "values", i)
-        frozen.append(tuple(_pieces(layer, *own, n_sink, heads_kept)))
+        frozen.append(tuple(pieces_of(layer, *own, n_sink, heads_kept)))
     for name, codecs in (("keys", keys), ("values", values)):
         if isinstance(codecs, Sequence) and frozen and len(codecs) != len(frozen):
             raise PoolError(_MISMATCH.format(len(codecs), name, len(frozen)))
@@ -113,7 +113,7 @@ def _check_finite(layer: LayerKV, index: int) -> None:
             )
 
 
-def _pieces(
+def pieces_of(
     layer: LayerKV,
     key_codec: Quantizer,
     value_codec: Quantizer,
@@ -124,7 +124,7 @@ def _pieces(
     keys, values = layer.keys[0], layer.values[0]
     lossless = key_codec == value_codec == FullPrecision()
     n_sink = 0 if lossless else n_sink
-    if kept is None:
+    if kept is None or min(map(len, kept)) == keys.shape[1]:  # consecutive: no positions to hold
         for codecs, start, stop in (
             ((FullPrecision(), FullPrecision()), 0, min(n_sink, keys.shape[1])),
             ((key_codec, value_codec), n_sink, keys.shape[1]),

@@ -22,7 +22,7 @@ from polykv_lib.calibration.bits import choose_codecs
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
-from polykv_lib.quantize import Quantizer
+from polykv_lib.quantize import FullPrecision, Quantizer
 from polykv_lib.study.experiments.codec_search import KEYS, N_SINK, VALUES, candidate
 from polykv_lib.study.experiments.common import Say, Timer, dtype_name, facts, settings
 from polykv_lib.study.experiments.excerpts import passages
@@ -148,23 +148,17 @@ def _scores(model: Any, passage: Passage, role: str, named: Named) -> Iterator[S
 
 def _single_layer(model: Any, passage: Passage, point: Settings) -> dict[str, Single]:
     """KL of the window with one layer's keys (or values) stored by each option, the rest full."""
-    item, layers = passage.item, passage.layers
-    full, entering = hf.tail_states(model, hf.full_cache(layers), item)
+    layers = passage.layers
+    plain = {"keys": FullPrecision(), "values": FullPrecision()}
     found = {}
     for side, options in point.sides.items():
-        found[side] = np.zeros((len(layers), len(options)))
-        for i, layer in enumerate(layers):
-            for o, codec in enumerate(options.values()):
-                x = getattr(layer, side)
-                rest = codec.dequantize(codec.quantize(x[:, :, N_SINK:]))
-                read = torch.cat([x[:, :, :N_SINK], rest], dim=2)
-                stored = LayerKV(
-                    keys=read if side == "keys" else layer.keys,
-                    values=read if side == "values" else layer.values,
-                )
-                cache = hf.full_cache([*layers[:i], stored, *layers[i + 1 :]])
-                logits = hf.logits_from(model, i, entering[i], cache, item)
-                found[side][i, o] = kl_nats(full, logits).mean().item()
+        changed = (
+            (i, hf.read_back(layer, **plain | {side: codec}, n_sink=N_SINK))
+            for i, layer in enumerate(layers)
+            for codec in options.values()
+        )
+        kl = list(hf.kl_of_each(model, passage.item, layers, changed))
+        found[side] = np.reshape(kl, (len(layers), len(options)))
     return found
 
 

@@ -67,8 +67,21 @@ def compared(
     n_layers = model.config.get_text_config().num_hidden_layers
     singles = {k: {n: single(n, k, n_layers) for n in considered.policies} for k in keeps}
     uniform = {k: {n: own[n] for n in considered.uniform} for k, own in singles.items()}
-    scores = _scores(model, items, uniform, say)
+    scores = scores_of(model, items, uniform, say)
     best = {k: least(scores[k], uniform[k]) for k in keeps}
+    routed, gains = measured(model, items, considered, say)
+    for own, others in _halves(items):
+        rivals = {k: _rivals(_part(gains, others), k, best[k], considered) for k in keeps}
+        for k, more in scores_of(model, own, rivals, say).items():
+            scores[k] += more
+    return [_compared(k, best[k], singles[k], routed, gains, scores[k], considered) for k in keeps]
+
+
+def measured(
+    model: Any, items: Sequence[EncodedItem], considered: Considered, say: Say
+) -> tuple[Measurements, Measurements]:
+    """Outputs under every policy at every budget; gains and error curves of the candidates."""
+    keeps = considered.keeps
     routed = measure(
         model,
         items,
@@ -86,11 +99,7 @@ def compared(
         policies=[POLICIES[name] for name in considered.candidates],
         say=say,
     )
-    for own, others in _halves(items):
-        rivals = {k: _rivals(_part(gains, others), k, best[k], considered) for k in keeps}
-        for k, more in _scores(model, own, rivals, say).items():
-            scores[k] += more
-    return [_compared(k, best[k], singles[k], routed, gains, scores[k], considered) for k in keeps]
+    return routed, gains
 
 
 def _compared(
@@ -111,7 +120,7 @@ def _compared(
     ours = {**each, **rivals}[chosen]
     made = {name: rivals[name] for name in considered.levels}
     if PAPER_B in considered.plans:
-        made = paper_b(routed, gains, keep) | made
+        made = paper_b(replace(routed, target=keep), gains, keep) | made
     return Compared(
         keep=keep,
         best=best,
@@ -162,7 +171,7 @@ def _part(measured: Measurements, items: Sequence[EncodedItem]) -> Measurements:
     return replace(measured, items=tuple(i for i in measured.items if i.item in ids))
 
 
-def _scores(
+def scores_of(
     model: Any, items: Sequence[EncodedItem], plans: Mapping[float, Plans], say: Say
 ) -> Scores:
     """Scores by budget; one prefill of an item serves all plans of all budgets."""

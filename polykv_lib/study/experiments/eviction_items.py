@@ -39,6 +39,7 @@ RETRIEVAL: Final = frozenset(
     | set(ruler.NEEDLE_TASKS)
 )
 PlanFor: TypeAlias = Callable[[int], Plan]  # a number of tokens -> a plan for it
+Kept: TypeAlias = float | Callable[[int], int]  # a share of the tokens, or how many of so many
 
 _BARE: Final[dict[str, EvictionPolicy]] = {
     "StreamingLLM": StreamingLLM(),
@@ -182,11 +183,16 @@ def check_disjoint(calibration: Sequence[Asked], test: Sequence[Asked]) -> None:
             )
 
 
-def single(name: str, keep: float, n_layers: int) -> PlanFor:
+def n_kept(keep: Kept, n_tokens: int) -> int:
+    """Tokens that a head keeps on average of so many."""
+    return keep(n_tokens) if callable(keep) else round(keep * n_tokens)
+
+
+def single(name: str, keep: Kept, n_layers: int) -> PlanFor:
     """One policy in every layer: at a uniform budget, or PyramidKV at its own."""
 
     def plan(n_tokens: int) -> Plan:
-        budget = round(keep * n_tokens)
+        budget = n_kept(keep, n_tokens)
         if name != PYRAMID:
             return Plan.uniform(POLICIES[name], budget, n_layers)
         layers = pyramidkv(budget, n_layers, window=20).layers  # as many tokens as Guarded protects

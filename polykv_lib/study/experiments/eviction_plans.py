@@ -16,7 +16,7 @@ from polykv_lib.calibration import (
 )
 from polykv_lib.evict import Plan
 from polykv_lib.study.experiments.common import Say
-from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, PlanFor
+from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, Kept, PlanFor, n_kept
 from polykv_lib.study.experiments.eviction_scores import FULL, Method
 
 PAPER_B: Final = "paper-b"
@@ -83,20 +83,19 @@ def least(scores: Sequence[PlanScore], plans: Mapping[str, PlanFor] | Sequence[s
     return min(plans, key=lambda name: macro_kl(scores, name))
 
 
-def paper_b(routed: Measurements, sensitivity: Measurements, keep: float) -> dict[str, PlanFor]:
+def paper_b(routed: Measurements, sensitivity: Measurements, keep: Kept) -> dict[str, PlanFor]:
     """arXiv:2606.15157: each layer's policy by cosine, budgets equal or by perplexity.
 
     Departure: how much a layer's eviction may cost is the most over the candidates, not over all
     policies, and is measured at the first budget of a point.
     """
-    routed = replace(routed, target=keep)
 
     def cosine(n_tokens: int) -> Plan:
         recipe = Recipe(pattern_signal="cosine", budget_signal="uniform")
-        return solve(routed, recipe, n_tokens=n_tokens).plan
+        return solve(routed, recipe, n_tokens=n_tokens, budget=n_kept(keep, n_tokens)).plan
 
     def with_budgets(n_tokens: int) -> Plan:
-        recipe, budget = Recipe(budget_signal="ppl"), round(keep * n_tokens)
+        recipe, budget = Recipe(budget_signal="ppl"), n_kept(keep, n_tokens)
         shares = solve(sensitivity, recipe, n_tokens=n_tokens, budget=budget).plan.layers
         return Plan(
             layers=tuple(

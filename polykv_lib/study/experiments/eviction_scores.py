@@ -6,13 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from polykv_lib import hf, presets
+from polykv_lib.calibration import EncodedItem
+from polykv_lib.evict import Plan
 from polykv_lib.hf.suffix import answer_logits
+from polykv_lib.kv import LayerKV
 from polykv_lib.metrics import answers
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
-from polykv_lib.pool import SharedKVPool
+from polykv_lib.pool import Codecs, SharedKVPool
 from polykv_lib.quantize import FullPrecision
 from polykv_lib.study.experiments.eviction_items import Asked, PlanFor
 
@@ -31,11 +36,11 @@ class Result:
     kl: float  # nats an answer token to the full cache
     nll_delta: float  # nats an answer token above the full cache
     exact: bool  # every answer token is the most likely one
-    score: float | None  # of the generated answer; None where nothing was generated
-    answer: str | None
     n_kept: int  # tokens of all layers and KV heads
     pool_bytes: int  # with whatever is not quantised in bf16
     full_bytes: int  # of the whole context in bf16
+    score: float | None = None  # of the generated answer; None where nothing was generated
+    answer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,54 @@ class Method:
     name: str
     plan: PlanFor
     is_finalist: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """An item whose context was read once, and what each of many plans keeps of it."""
+
+    model: Any
+    item: EncodedItem
+    layers: Sequence[LayerKV]
+    of_plans: Sequence[Any]
+    full: Float[Tensor, "answer vocab"]  # the answer's logits over the full cache
+
+    @classmethod
+    def of(cls, model: Any, item: EncodedItem, plans: Sequence[Plan]) -> "Read":
+        """One prefill, and the answer over the full cache."""
+        ids = torch.tensor([item.context_ids])
+        layers, of_plans = hf.evict_document(model, ids, plans)
+        full = answer_logits(model, hf.full_cache(layers), item)
+        return cls(model=model, item=item, layers=layers, of_plans=of_plans, full=full)
+
+    def pool(self, kept: Any, keys: Codecs, values: Codecs, n_sink: int) -> SharedKVPool:
+        """The pool of what a plan keeps; None keeps everything."""
+        return hf.share(
+            self.model,
+            self.layers,
+            torch.tensor([self.item.context_ids]),
+            keys=keys,
+            values=values,
+            n_sink=n_sink,
+            kept=kept,
+        )
+
+    def result(self, pool: SharedKVPool, **named: Any) -> Result:
+        """The reference answer after a pool; nothing is generated."""
+        targets = torch.tensor(self.item.answer_ids, device=self.model.device)
+        logits = answer_logits(self.model, pool.agent_cache(1), self.item)
+        nll, nll_full = (token_nll(x, targets).mean().item() for x in (logits, self.full))
+        return Result(
+            item=self.item.id,
+            family=self.item.family,
+            kl=kl_nats(self.full, logits).mean().item(),
+            nll_delta=nll - nll_full,
+            exact=bool((logits.argmax(-1) == targets).all()),
+            n_kept=sum(map(sum, pool.kept_per_head)),
+            pool_bytes=bytes_in_bf16(pool),
+            full_bytes=pool.full_nbytes(),
+            **named,
+        )
 
 
 @torch.no_grad()
@@ -71,52 +124,27 @@ def results(
     Raises:
         RuntimeError: a plan evicted nothing, or plans of a budget keep different totals.
     """
-    item = asked.encoded
-    ids = torch.tensor([item.context_ids])
-    made = [method.plan(len(item.context_ids)) for method in methods]
-    layers, of_plans = hf.evict_document(model, ids, made)
-    whole = sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in layers)
+    made = [method.plan(len(asked.encoded.context_ids)) for method in methods]
+    read = Read.of(model, asked.encoded, made)
+    whole = sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in read.layers)
     for keep in dict.fromkeys(m.keep for m in methods):
-        own = {m.name: kept for m, kept in zip(methods, of_plans, strict=True) if m.keep == keep}
-        check_evicted(item.id, whole, {name: _n_kept(kept) for name, kept in own.items()})
-    targets = torch.tensor(item.answer_ids, device=model.device)
-    full = answer_logits(model, hf.full_cache(layers), item)
-    nll_full = token_nll(full, targets).mean().item()
+        kept_by = zip(methods, read.of_plans, strict=True)
+        own = {m.name: _n_kept(kept) for m, kept in kept_by if m.keep == keep}
+        check_evicted(asked.encoded.id, whole, own)
 
     def answered(kept: Any, name: str, *, freely: bool, **named: Any) -> Result:
         codec = presets.codec(name)
-        pool = hf.share(
-            model,
-            layers,
-            ids,
-            keys=codec.keys,
-            values=codec.values,
-            n_sink=codec.n_sink,
-            kept=kept,
-        )
-        logits = answer_logits(model, pool.agent_cache(1), item)
-        answer = None
-        if freely and name == codecs[0] and max_new_tokens:
-            answer = generate(model, tokenizer, asked, pool.agent_cache(1), max_new_tokens)
-        return Result(
-            item=item.id,
-            family=item.family,
-            codec=name,
-            kl=kl_nats(full, logits).mean().item(),
-            nll_delta=token_nll(logits, targets).mean().item() - nll_full,
-            exact=bool((logits.argmax(-1) == targets).all()),
-            score=None if answer is None else score(asked, answer),
-            answer=answer,
-            n_kept=sum(map(sum, pool.kept_per_head)),
-            pool_bytes=bytes_in_bf16(pool),
-            full_bytes=pool.full_nbytes(),
-            **named,
-        )
+        pool = read.pool(kept, codec.keys, codec.values, codec.n_sink)
+        result = read.result(pool, codec=name, **named)
+        if not freely or name != codecs[0] or not max_new_tokens:
+            return result
+        answer = generate(model, tokenizer, asked, pool.agent_cache(1), max_new_tokens)
+        return replace(result, answer=answer, score=score(asked, answer))
 
     in_full = [answered(None, name, freely=True, keep=1.0, method=FULL) for name in codecs]
     for keep in dict.fromkeys(m.keep for m in methods):
         yield from (replace(result, keep=keep) for result in in_full)
-    for m, kept in zip(methods, of_plans, strict=True):
+    for m, kept in zip(methods, read.of_plans, strict=True):
         for name in codecs if m.is_finalist else codecs[:1]:
             yield answered(kept, name, freely=m.is_finalist, keep=m.keep, method=m.name)
 

@@ -51,7 +51,8 @@ def rows(scored: Sequence[Result], own: Compared, point: Point) -> Iterator[Row]
     yield from _choice(own, point)
 
 
-def _groups(families: Mapping[str, Any]) -> dict[str, list[str]]:
+def groups_of(families: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Each family by itself, and all of them together."""
     return {**{f: [f] for f in families}, MACRO: list(families)}
 
 
@@ -62,7 +63,7 @@ def _recovery(
     point: Point,
 ) -> Iterator[Row]:
     """Means by family and over all; the gap is that of the best single policy's KL."""
-    for name, group in _groups(families).items():
+    for name, group in groups_of(families).items():
         means = _means([families[f] for f in group], [base[f] for f in group], point)
         for metric, (unit, value) in means.items():
             yield row("recovery", metric, value, unit, {**dims, "family": name})
@@ -105,7 +106,7 @@ def _regrets(
     pairs += [(OURS, name, name) for name in (BUDGETS_ALONE, SHUFFLED, CONTINUES) if name in of]
     for method, against, baseline in pairs:
         dims = point.at(own) | {"method": method, "against": against}
-        for name, group in _groups(of[method]).items():
+        for name, group in groups_of(of[method]).items():
             paired = _paired([of[method][f] for f in group], [of[baseline][f] for f in group])
             over = stratified(paired, lambda m: m[..., 0] - m[..., 1], **point.sampling)
             yield row("regret", "kl_over_nats", over, "nats", {**dims, "family": name})

@@ -1,0 +1,31 @@
+"""How many bytes a layer of a pool will take, before there is one."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from polykv_lib.kv import LayerKV
+from polykv_lib.pool.freeze import pieces_of
+
+
+@lru_cache(maxsize=100_000)
+def layer_nbytes(
+    keys: Any,
+    values: Any,
+    n_sink: int,
+    *,
+    n_heads: int,
+    n_kept: int,
+    n_tokens: int,
+    head_dim: int,
+) -> int:
+    """Bytes of a layer whose heads keep `n_kept` of a document's tokens each, its sinks among them.
+
+    Codes, scales, norms, sinks and positions, counted from a layer that is frozen as `freeze` does;
+    what is not quantised is held in bf16. `keys` and `values` are codecs.
+    """
+    document = torch.zeros(1, n_heads, n_tokens, head_dim, dtype=torch.bfloat16)
+    kept = [torch.arange(n_kept)] * n_heads
+    pieces = pieces_of(LayerKV(keys=document, values=document), keys, values, n_sink, kept)
+    return sum(t.numel() * t.element_size() for p in pieces for t in p.tensors.values())
