@@ -168,7 +168,7 @@ def _stored(profile: str, out: str) -> Parameters:
             f"no profile {profile!r}{near(profile, known)} Known: {', '.join(known) or 'none'}"
         )
     values = {"PROFILE": profile or "auto", "OUT_DIR": out}
-    chosen = validate("09_paper_vs_ours", values)
+    chosen = validate("10_paper_vs_ours", values)
     if not collect(chosen.results):
         again = f"polykv run --profile {profile or 'offline'}" + (f" --out {out}" if out else "")
         _stop(f"no results of a grid in {chosen.results}; run the grid first: {again}")

@@ -81,6 +81,20 @@ LOOKS = {
     "forward": Look(label="as the signal says", colour="#4477AA", marker="D"),
     "inverse": Look(label="the opposite", colour="#EE6677", marker="v"),
     "shuffled": Look(label="other layers, mean", colour="#888888", marker="x"),
+    "joint": Look(label="joint plan", colour="#4477AA", marker="D"),
+    "codec alone": Look(label="codecs alone", colour="#EE6677", marker="o"),
+    "best single, full": Look(label="best single, bf16", colour="#444444", marker="s", line=":"),
+    "best single, quantised": Look(
+        label="best single, quantised", colour="#888888", marker="p", line="-."
+    ),
+    "gain-curve, full": Look(label="gain x curve, bf16", colour="#33AACC", marker="P", line="-."),
+    "gain-curve, polykv": Look(
+        label="gain x curve, polykv", colour="#AA3377", marker="<", line=":"
+    ),
+    "gain-curve, compact": Look(
+        label="gain x curve, compact", colour="#0B8A8A", marker="*", line=":"
+    ),
+    "gain-curve, lean": Look(label="gain x curve, lean", colour="#228855", marker="^", line="-."),
     "H2O": Look(label="H2O", colour="#4477AA", marker="s"),
     "TOVA": Look(label="TOVA", colour="#EE6677", marker="o"),
     "SnapKV": Look(label="SnapKV", colour="#228833", marker="^"),

@@ -30,6 +30,7 @@ from polykv_lib.study.drawing import (
 from polykv_lib.study.figures_ablations import signals_by_decision, signals_by_phase
 from polykv_lib.study.figures_frontier import codec_frontier
 from polykv_lib.study.figures_inversion import ppl_controls
+from polykv_lib.study.figures_joint import joint_plan
 from polykv_lib.study.figures_memory import decode_step, memory_vs_agents, memory_vs_context
 from polykv_lib.study.figures_throughput import (
     first_token_vs_context,
@@ -111,6 +112,9 @@ FIGURES = {
     "ppl_vs_context": Drawing(draw=ppl_vs_context, table="ppl", width=TEXT),
     "ppl_controls": Drawing(draw=ppl_controls, table="controls", width=TEXT),
     "codec_frontier": Drawing(draw=codec_frontier, table="frontier", width=TEXT),
+    "joint_plan": Drawing(
+        draw=joint_plan, table="joint", width=TEXT, height=3.6, by=("suite", "question")
+    ),
     "kl_vs_bits": Drawing(draw=kl_vs_bits, table="kl_vs_bits", width=TEXT),
     "fidelity_vs_agents": Drawing(draw=fidelity_vs_agents, table="fidelity"),
     "decode_step": Drawing(draw=decode_step, table="decode_step"),

@@ -1,9 +1,9 @@
 """The few numbers a reader looks for first, each with the command that measures it."""
 
-from dataclasses import dataclass, field
-
 import pandas as pd
 
+from polykv_lib.study.headline import Headline
+from polykv_lib.study.headlines_plans import PLAN_HEADLINES
 from polykv_lib.study.render import number
 from polykv_lib.study.rows import DIMS, pick
 
@@ -36,27 +36,6 @@ CONTROLS = {
     "unrelated-document": "control: an unrelated document",
     "no-document": "control: no document",
 }
-PLANS = {
-    "paper-b": "cosine routing, equal budgets",
-    "paper-b, ppl budgets": "cosine routing, budgets by perplexity",
-    "ours": "our plan",
-}
-KEPT = (0.25, 0.4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Headline:
-    """One number: which rows hold it, at the largest document, most agents and most items measured.
-
-    `paper` is the published number where the same thing is meant.
-    """
-
-    what: str
-    table: str
-    metric: str
-    where: dict[str, str | float] = field(default_factory=dict)
-    paper: str = ""
-
 
 HEADLINES = (
     *(
@@ -167,39 +146,7 @@ HEADLINES = (
         )
         for control, name in CONTROLS.items()
     ),
-    *(
-        Headline(
-            what=f"KL to the best single policy won back at {keep:.0%}, %, {name}",
-            table="recovery",
-            metric="gap_recovered_pct",
-            where={"method": method, "family": "macro", "codec": "full", "keep": keep},
-        )
-        for keep in KEPT
-        for method, name in PLANS.items()
-    ),
-    Headline(
-        what="the same, our plan, kept tokens quantised",
-        table="recovery",
-        metric="gap_recovered_pct",
-        where={"method": "ours", "family": "macro", "codec": "polykv", "keep": KEPT[0]},
-    ),
-    Headline(
-        what="KL of our plan minus the best single policy's, nats, where text goes on",
-        table="regret",
-        metric="kl_over_nats",
-        where={
-            "method": "ours",
-            "against": "best single",
-            "family": "continuation",
-            "keep": KEPT[0],
-        },
-    ),
-    Headline(
-        what="one bf16 copy / evicted and quantised pool",
-        table="quality_bytes",
-        metric="memory_ratio",
-        where={"method": "ours", "codec": "polykv", "keep": KEPT[0]},
-    ),
+    *PLAN_HEADLINES,
 )
 
 
@@ -228,9 +175,12 @@ def _line(headline: Headline, row: pd.Series) -> dict[str, str]:
         f"{number(row[size])} {unit}" for size, unit in SIZES.items() if not pd.isna(row[size])
     ]
     named = [str(row[name]) for name in ("model", "codec", "encoder") if not pd.isna(row[name])]
+    if not pd.isna(row["suite"]):
+        sizes.append(f"{row['suite']} suite, question {row['question']}")
     if not pd.isna(row["keep"]):
-        asked = f"{row['suite']} suite, question {row['question']}"
-        sizes += [asked, f"{row['keep']:.0%} of the tokens kept"]
+        sizes.append(f"{row['keep']:.0%} of the tokens kept")
+    if not pd.isna(row["bytes_share"]):
+        sizes.append(f"1/{1 / row['bytes_share']:.0f} of one bf16 copy")
     if not pd.isna(row["threads"]):
         on = f"CPU threads: {row['threads']:.0f}" if row["device"] == "cpu" else row["device"]
         sizes += [str(row["dtype"]), on]

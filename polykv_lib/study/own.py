@@ -1,22 +1,10 @@
 """Our own measured and computed numbers as tables: settings down, metrics across."""
 
-from dataclasses import dataclass
-
 import pandas as pd
 
+from polykv_lib.study.own_plans import PLANS
+from polykv_lib.study.own_spec import Own
 from polykv_lib.study.rows import pick
-
-
-@dataclass(frozen=True, kw_only=True)
-class Own:
-    """One table of our numbers: one line a setting (`by`), one column a metric."""
-
-    title: str
-    table: str
-    by: tuple[str, ...]
-    metrics: tuple[str, ...]
-    kind: str = "measured"
-
 
 PEER = ("context_tokens", "n_agents", "peer", "version", "method")
 MACHINE = ("model", "device", "dtype", "threads")
@@ -170,55 +158,7 @@ OWN = {
         ),
         metrics=("bertscore_f1", "token_overlap", "exact_match", "nll_delta_nats", "n_empty"),
     ),
-    "recovery": Own(
-        title="Answers from evicted caches, at equal numbers of kept tokens (paired over items)",
-        table="recovery",
-        by=("model", "suite", "question", "keep", "family", "role", "method", "codec"),
-        metrics=("kl_nats", "gap_recovered_pct", "nll_delta_nats", "exact", "score"),
-    ),
-    "regret": Own(
-        title="KL of a plan minus KL of what it is measured against: below 0 is better (paired)",
-        table="regret",
-        by=("model", "suite", "question", "keep", "method", "against", "family"),
-        metrics=("kl_over_nats",),
-    ),
-    "choice": Own(
-        title="What chose our plan: KL on calibration items that the plans were not made from",
-        table="choice",
-        by=("model", "suite", "question", "keep", "role", "method"),
-        metrics=("kl_nats",),
-    ),
-    "quality_bytes": Own(
-        title="Quality against bytes: evicted, quantised, shared (mean over families)",
-        table="quality_bytes",
-        by=("model", "suite", "question", "keep", "role", "method", "codec"),
-        metrics=("kl_nats", "nll_delta_nats", "pool_bytes", "memory_ratio"),
-    ),
-    "plan": Own(
-        title="Plans: each layer's policy, and its tokens a head",
-        table="plan",
-        by=(
-            *("model", "suite", "question", "keep", "context_tokens"),
-            *("method", "layer", "policy"),
-        ),
-        metrics=("budget",),
-        kind="computed",
-    ),
-    "ablations": Own(
-        title="What makes a plan good: KL beside the best single policy's (mean over families)",
-        table="ablations",
-        by=("model", "suite", "question", "keep", "varied", "signal", "direction"),
-        metrics=(
-            *("kl_nats", "kl_over_single_nats", "gap_recovered_pct", "nll_delta_nats", "exact"),
-            "rank_among_shuffles",
-        ),
-    ),
-    "phases": Own(
-        title="Policies by phase: KL beside the best single policy's in the same phase",
-        table="phases",
-        by=("model", "suite", "question", "keep", "phase", "varied", "signal", "direction"),
-        metrics=("kl_nats", "kl_over_single_nats", "gap_recovered_pct", "nll_delta_nats", "exact"),
-    ),
+    **PLANS,
 }
 
 

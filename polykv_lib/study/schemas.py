@@ -142,6 +142,27 @@ class PlanAblations(ExperimentParameters):
     N_BOOT: Count
 
 
+class JointPlan(ExperimentParameters):
+    """One plan of policies, tokens and codecs beside either paper's way, at equal bytes."""
+
+    experiment = "joint_plan"
+
+    SUITE: Literal["offline", "ruler"]
+    TASKS: Several[NonEmpty]
+    N_ITEMS: Count
+    N_CALIBRATION: Count
+    CONTEXT_TOKENS: Count
+    QUESTION: Literal["hidden", "visible"]
+    SHARES: Several[Share]
+    POLICIES: Candidates
+    CANDIDATES: Candidates
+    LEVEL: Literal["layer", "head"]
+    FAMILY: Codecs
+    FIXED: Codecs
+    MENU: Codecs
+    N_BOOT: Count
+
+
 class Throughput(ExperimentParameters):
     """Times and bytes of agents on one document, beside what else people would use."""
 
@@ -177,7 +198,8 @@ NOTEBOOKS: dict[str, type[Parameters]] = {
     "05_ablations": PlanAblations,
     "06_inversion_controls": InversionControls,
     "07_codec_frontier": CodecFrontier,
-    "08_throughput": Throughput,
-    "09_paper_vs_ours": Parameters,
-    "10_figures": Figures,
+    "08_joint_plan": JointPlan,
+    "09_throughput": Throughput,
+    "10_paper_vs_ours": Parameters,
+    "11_figures": Figures,
 }

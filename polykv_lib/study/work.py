@@ -8,6 +8,7 @@ from polykv_lib.study.schemas import (
     AgentFidelity,
     CodecFrontier,
     InversionControls,
+    JointPlan,
     MemoryScaling,
     PlanAblations,
     PlanRecovery,
@@ -56,6 +57,8 @@ def work_of(chosen: ExperimentParameters) -> Work | None:
             # Ten plans decode 64 tokens of each phase task's items and of as many quotations.
             steps = 2 * 10 * 64 * len(chosen.PHASE_TASKS) // len(chosen.TASKS)
             return _plans(chosen, 1, methods, steps)
+        case JointPlan():
+            return _joint(chosen)
     return None
 
 
@@ -125,6 +128,25 @@ def _agents(p: AgentFidelity) -> Work:
         agents=max(p.N_AGENTS),
         own=own,
         scored=max(p.N_AGENTS),
+    )
+
+
+def _joint(p: JointPlan) -> Work:
+    n_families, n_shares = len(p.TASKS), len(p.SHARES)
+    n_test, n_calibration = p.N_ITEMS * n_families, p.N_CALIBRATION * n_families
+    methods = 6 + len(p.FIXED)  # a codec alone, singles, paper B's, ours in bf16 and codecs, joint
+    tried = len(p.POLICIES) + len(p.FIXED)
+    evicted_alone = n_calibration * (1 + len(p.CANDIDATES)) * ERROR_POINTS
+    stored_alone = n_families * len({*p.MENU, *p.FIXED})
+    tails = n_shares * (n_test * methods + n_calibration * tried)
+    return Work(
+        read=(n_test + 3 * n_calibration) * p.CONTEXT_TOKENS + tails * QUESTION_TOKENS,
+        read_a_layer=(evicted_alone + stored_alone) * QUESTION_TOKENS // 2,
+        steps=0,
+        document=p.CONTEXT_TOKENS,
+        agents=1,
+        own=QUESTION_TOKENS,
+        scored=QUESTION_TOKENS,
     )
 
 

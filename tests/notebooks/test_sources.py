@@ -95,7 +95,7 @@ def printed(path: Path) -> str:
 
 @pytest.mark.parametrize("folder", [".", "notebooks", "elsewhere"])
 def test_any_working_directory_writes_to_the_same_place(folder: str, tmp_path: Path) -> None:
-    source = trimmed(ROOT / "notebooks" / "09_paper_vs_ours.ipynb", tmp_path / "in.ipynb")
+    source = trimmed(ROOT / "notebooks" / "10_paper_vs_ours.ipynb", tmp_path / "in.ipynb")
     cwd = tmp_path if folder == "elsewhere" else ROOT / folder
     ran = papermill(
         source,

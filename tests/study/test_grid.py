@@ -23,10 +23,10 @@ def test_each_profile_expands_and_ends_with_tables_and_figures(profile: str) -> 
     keys = [point.key for point in found if point.key]
     assert len(keys) == len(set(keys))
     assert {p.chosen.PROFILE for p in found if p.key} == {profile}
-    assert [p.source.stem for p in found[-2:]] == ["09_paper_vs_ours", "10_figures"]
+    assert [p.source.stem for p in found[-2:]] == ["10_paper_vs_ours", "11_figures"]
     computing = {name for name, schema in NOTEBOOKS.items() if schema.experiment}
     if profile == "offline":  # it is meant to stay short
-        computing -= {"06_inversion_controls", "07_codec_frontier"}
+        computing -= {"06_inversion_controls", "07_codec_frontier", "08_joint_plan"}
     if profile == "t4-8b":  # the models of the eviction paper
         computing = {"04_longbench_recovery", "05_ablations"}
     assert computing <= {p.source.stem for p in found}

@@ -100,4 +100,4 @@ def test_only_what_decides_the_numbers_enters_the_key() -> None:
 def test_smoke_tables_stay_out_of_the_published_folder() -> None:
     for profile, inside in (("smoke", "data/runs/smoke/figures"), ("auto", "figures")):
         values = {"PROFILE": profile, "OUT_DIR": "/out"}
-        assert validate("09_paper_vs_ours", values).figures == Path("/out").resolve() / inside
+        assert validate("10_paper_vs_ours", values).figures == Path("/out").resolve() / inside

@@ -57,8 +57,8 @@ def notebooks(tmp_path: Path, toy: None) -> Iterator[Path]:
         'assert P.FAIL != "check", "a check failed"',
     )
     write_notebook(
-        folder / "09_paper_vs_ours.ipynb",
-        'P = notebook.setup("09_paper_vs_ours", globals())',
+        folder / "10_paper_vs_ours.ipynb",
+        'P = notebook.setup("10_paper_vs_ours", globals())',
         "assert 'torch' not in sys.modules",
         parameters='PROFILE: str = "auto"  # profile\nOUT_DIR: str = ""  # output',
     )

@@ -32,14 +32,14 @@ def expand(notebooks: Path, *entries: dict[str, Any], **overrides: Any) -> list[
 
 def test_a_grid_runs_on_workers_and_resumes(notebooks: Path, address: str) -> None:
     toy = {"notebook": "05_toy", "sweep": {"N": [1, 2], "FAIL": ["no", "die"]}}
-    points = expand(notebooks, {"notebook": "09_paper_vs_ours"}, toy)
+    points = expand(notebooks, {"notebook": "10_paper_vs_ours"}, toy)
     lines: list[str] = []
     done = cluster.run_on(address, points, lines.append)
     assert [d.status for d in done] == ["ok", "ok", "failed", "ok", "failed"], lines
     assert [d.point for d in done] == points
     assert done[2].error is not None
     assert done[2].error.type == "DeadKernel"
-    assert "1/1] 09_paper_vs_ours: ok" in lines[-1], "what reads results comes last"
+    assert "1/1] 10_paper_vs_ours: ok" in lines[-1], "what reads results comes last"
     assert "    05_toy N=1 FAIL=no … counting to 1" in lines
     stored = collect(notebooks.parent / "out", include_trials=True)
     assert sorted((r.params["N"], r.status) for r in stored) == [

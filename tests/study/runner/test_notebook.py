@@ -91,7 +91,7 @@ def test_a_profile_without_a_grid_holds_any_point_and_an_unreadable_grid_none(
     grid = tmp_path / "env" / "grids" / "test.yaml"
     grid.parent.mkdir(parents=True)
     monkeypatch.setattr("polykv_lib.study.grid.repository", lambda: notebooks.parent)
-    for text in (None, "points: [", "points: [{notebook: 09_paper_vs_ours}]"):
+    for text in (None, "points: [", "points: [{notebook: 10_paper_vs_ours}]"):
         if text:
             grid.write_text(text)
         record = notebook.run_point("toy", chosen(tmp_path, FORCE=True))

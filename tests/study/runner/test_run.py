@@ -33,7 +33,7 @@ def records(notebooks: Path) -> dict[Any, Record]:
 def test_points_run_once_and_a_changed_parameter_runs_again(notebooks: Path) -> None:
     lines: list[str] = []
     toy = {"notebook": "05_toy", "sweep": {"N": [1, 2]}}
-    done = runner.run(expand(notebooks, toy, {"notebook": "09_paper_vs_ours"}), lines.append)
+    done = runner.run(expand(notebooks, toy, {"notebook": "10_paper_vs_ours"}), lines.append)
     assert [d.status for d in done] == ["ok", "ok", "ok"], [d.error for d in done]
     assert lines[0] == "[1/3] 05_toy N=1: started"
     assert lines[1] == "    … counting to 1"
@@ -97,7 +97,7 @@ def hold_in_grid(notebooks: Path, monkeypatch: pytest.MonkeyPatch, name: str) ->
 def test_a_kernel_that_died_over_a_trial_leaves_a_trial(
     notebooks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold_in_grid(notebooks, monkeypatch, "09_paper_vs_ours")
+    hold_in_grid(notebooks, monkeypatch, "10_paper_vs_ours")
     monkeypatch.setattr(runner, "execute", lambda point, say: None)
     (done,) = runner.run(expand(notebooks, {"notebook": "05_toy"}), str)
     assert done.status == "failed"
@@ -110,7 +110,7 @@ def test_a_stored_trial_that_the_grid_takes_in_goes_to_its_notebook_again(
 ) -> None:
     (point,) = expand(notebooks, {"notebook": "05_toy"})
     assert isinstance(point.chosen, ExperimentParameters)
-    hold_in_grid(notebooks, monkeypatch, "09_paper_vs_ours")
+    hold_in_grid(notebooks, monkeypatch, "10_paper_vs_ours")
     run_point("toy", point.chosen)
     assert [d.status for d in runner.run([point], str)] == ["stored"]
     hold_in_grid(notebooks, monkeypatch, "05_toy")
@@ -133,7 +133,7 @@ def test_a_time_budget_stops_between_points(
     notebooks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy = {"notebook": "05_toy", "sweep": {"N": [1, 2, 3]}}
-    points = expand(notebooks, toy, {"notebook": "09_paper_vs_ours"}, TIME_BUDGET_MIN=1e-4)
+    points = expand(notebooks, toy, {"notebook": "10_paper_vs_ours"}, TIME_BUDGET_MIN=1e-4)
     monkeypatch.setattr(runner, "execute", lambda point, say: None)
     monkeypatch.setattr(runner, "_settle", lambda *args: None)
     clock = itertools.count(step=1.0)
