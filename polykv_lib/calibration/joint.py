@@ -96,7 +96,7 @@ def joint(
     """Each layer's policy, tokens and codec, for documents of a length, under a total of bytes.
 
     Where budgets are by head, a layer's codec is that of the plan by layers, and the heads then
-    share out the bytes again.
+    share out the bytes again, each counted as if no other held as many tokens.
 
     Args:
         measured: what the passes with one layer evicted returned.

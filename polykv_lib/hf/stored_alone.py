@@ -15,7 +15,7 @@ from polykv_lib.hf.build import read_document
 from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
-from polykv_lib.quantize import Quantizer
+from polykv_lib.quantize import FullPrecision, Quantizer
 
 
 def read_back(layer: LayerKV, keys: Quantizer, values: Quantizer, n_sink: int) -> LayerKV:
@@ -56,7 +56,7 @@ def codec_kl(
         codecs: by name, such as those of `presets`; a lossless one costs 0 and takes no pass.
         say: told after each item.
     """
-    lossy = {n: c for n, c in codecs.items() if n != "full"}
+    lossy = {n: c for n, c in codecs.items() if not c.keys == c.values == FullPrecision()}
     families: dict[str, list[Float[ndarray, "layer codec"]]] = {}
     for done, item in enumerate(items, 1):
         layers = read_document(model, torch.tensor([item.context_ids]))

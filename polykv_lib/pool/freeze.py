@@ -124,7 +124,7 @@ def pieces_of(
     keys, values = layer.keys[0], layer.values[0]
     lossless = key_codec == value_codec == FullPrecision()
     n_sink = 0 if lossless else n_sink
-    if kept is None or min(map(len, kept)) == keys.shape[1]:  # consecutive: no positions to hold
+    if kept is None:
         for codecs, start, stop in (
             ((FullPrecision(), FullPrecision()), 0, min(n_sink, keys.shape[1])),
             ((key_codec, value_codec), n_sink, keys.shape[1]),
@@ -150,7 +150,8 @@ def pieces_of(
                     keys[heads].gather(1, index),
                     values[heads].gather(1, index),
                     *codecs,
-                    positions=chosen.to(torch.int32),
+                    # Heads that keep every token hold consecutive ones: nothing to note.
+                    positions=chosen.to(torch.int32) if n_kept < keys.shape[1] else None,
                 )
 
 

@@ -137,7 +137,7 @@ def _joint(p: JointPlan) -> Work:
     methods = 6 + len(p.FIXED)  # a codec alone, singles, paper B's, ours in bf16 and codecs, joint
     tried = len(p.POLICIES) + len(p.FIXED)
     evicted_alone = n_calibration * (1 + len(p.CANDIDATES)) * ERROR_POINTS
-    stored_alone = n_families * len({*p.MENU, *p.FIXED})
+    stored_alone = n_families * len(p.MENU)
     tails = n_shares * (n_test * methods + n_calibration * tried)
     return Work(
         read=(n_test + 3 * n_calibration) * p.CONTEXT_TOKENS + tails * QUESTION_TOKENS,

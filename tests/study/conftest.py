@@ -222,6 +222,28 @@ def _budget(setting: dict[str, Any]) -> Iterator[Row]:
         yield _row("phases", "kl_nats", 0.3 + i, "nats", n=8, phase="decode", **varied)
 
 
+def _joint() -> Iterator[Row]:
+    setting: dict[str, Any] = {"model": MODEL, "suite": "offline", "question": "hidden"}
+    level = {"best single, full": 1.0, "gain-curve, lean": 0.05, "joint": 0.02, "codec alone": 0.1}
+    for share in (0.25, 0.0625):
+        at = setting | {"bytes_share": share}
+        for method, kl in level.items():
+            if method == "codec alone" and share < 0.1:
+                continue  # no codec fits
+            value = kl / share
+            own = at | {"method": method, "codec": "full", "family": "macro", "n": 28}
+            yield _row("joint", "kl_nats", value, "nats", lo=0.8 * value, hi=1.3 * value, **own)
+            yield _row("joint", "gap_recovered_pct", 100 * (1 - kl), "%", **own)
+            yield _row("joint", "pool_bytes", share * 1e7, "B", **own)
+            if method != "joint":
+                over = at | {"method": "joint", "against": method, "family": "macro", "n": 28}
+                yield _row("joint_regret", "kl_over_nats", 0.02 - kl, "nats", **over)
+        yield _row("joint_plan", "budget", 40, "tokens", kind="computed", layer=0, policy="H2O",
+                   codec="lean", context_tokens=560, **at)  # fmt: skip
+    yield _row("joint_wins", "points_won_pct", 100, "%", n=2, method="joint",
+               against="best single, quantised", **setting)  # fmt: skip
+
+
 def _throughput() -> Iterator[Row]:
     at = {"model": MODEL, "device": "cpu", "dtype": "bfloat16", "threads": 1}
     per_agent = {
@@ -271,6 +293,7 @@ def synthetic() -> list[Record]:
         "inversion_controls": list(_controls()),
         "throughput": list(_throughput()),
         "codec_frontier": list(_frontier()),
+        "joint_plan": list(_joint()),
     }
     return [
         Record(

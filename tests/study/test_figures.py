@@ -56,6 +56,17 @@ def test_kl_has_one_point_a_codec_at_its_bits(synthetic: list[Record]) -> None:
     assert len(points) == 6
 
 
+def test_the_joint_plan_is_drawn_over_bytes_and_ends_where_nothing_fits(
+    synthetic: list[Record],
+) -> None:
+    ax = drawn(figures.FIGURES["joint_plan"].draw, synthetic)
+    lines = {c.get_label(): c.lines[0] for c in ax.containers}  # type: ignore[attr-defined]
+    assert list(lines["joint plan"].get_ydata()) == pytest.approx([0.32, 0.08])
+    assert len(lines["codecs alone"].get_xdata()) == 1
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert bars(ax)["joint plan"] == pytest.approx(np.array([[0.256, 0.416], [0.064, 0.104]]))
+
+
 def test_fidelity_shows_its_controls_and_encoder(synthetic: list[Record]) -> None:
     ax = drawn(figures.fidelity_vs_agents, synthetic)
     assert set(bars(ax)) == {"pool: polykv", "unrelated document", "no document"}

@@ -6,6 +6,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from polykv_lib import presets
 from polykv_lib.calibration import EncodedItem, Measurements, Recipe, joint
 from polykv_lib.calibration.joint import Codecs, Sizes
@@ -116,12 +118,13 @@ class Calibrated:
     level: Literal["layer", "head"]
 
     def planned(self, budget: ByteBudget, names: Sequence[str]) -> PlanFor:
-        """The gain-curve plan in one codec, or the joint plan of several."""
+        """The gain-curve plan in one codec, whose own loss decides nothing, or the joint plan."""
+        free = np.zeros(budget.geometry.n_layers)
 
         def plan(n_tokens: int) -> Plan:
             return joint(
                 self.gains,
-                {name: self.codecs[name] for name in names},
+                {name: self.codecs[name] if len(names) > 1 else free for name in names},
                 {name: budget.sizes(name, n_tokens) for name in names},
                 Recipe(level=self.level),
                 n_heads=budget.geometry.n_kv_heads,

@@ -117,7 +117,7 @@ def _methods(
     best = {share: least_single(scores[share], list(uniform[share])) for share in budgets}
     routed, gains = eviction_choice.measured(model, items, considered, say)
     each_family = {item.family: item for item in items}
-    offered = {name: presets.codec(name) for name in ["full", *point.menu, *point.fixed]}
+    offered = {name: presets.codec(name) for name in point.menu}
     codecs = hf.codec_kl(model, list(each_family.values()), offered, say)
     known = Calibrated(routed=routed, gains=gains, codecs=codecs, level=point.level)
     quantised = [s for b in budgets.values() for s in singles(b, best[b.share], point.fixed)]
