@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy import ndarray
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from polykv_lib.calibration import EncodedItem
 from polykv_lib.hf.baselines import full_cache
 from polykv_lib.hf.build import read_document
+from polykv_lib.hf.resumed import FullLayer
 from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
@@ -37,7 +38,7 @@ def kl_of_each(
     """KL of the item's answer, nats a token, with one layer of its context changed at a time."""
     full, entering = tail_states(model, full_cache(layers), item)
     for i, layer in changed:
-        cache = full_cache([*layers[:i], layer, *layers[i + 1 :]])
+        cache = Cache(layers=[FullLayer(own) for own in (*layers[:i], layer, *layers[i + 1 :])])
         yield float(kl_nats(full, logits_from(model, i, entering[i], cache, item)).mean())
 
 

@@ -25,7 +25,7 @@ POINT = {
     "TASKS": ["niah_multikey_2", "fwe"],
     "N_ITEMS": 2,
     "N_CALIBRATION": 1,
-    "CONTEXT_TOKENS": 600,
+    "CONTEXT_TOKENS": 700,
     "QUESTION": "hidden",
     "SHARES": [0.25, 0.0625],
     "POLICIES": ["H2O", "StreamingLLM"],
