@@ -57,7 +57,6 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     # for a few tokens as for many, where an eviction leaves few.
     "lean-3-2": lambda: _lean(3, 2),
     "lean-2-2": lambda: _lean(2, 2),
-    "spare-4-3": lambda: Codec(keys=_spare(4), values=_spare(3), n_sink=4),
     "spare-3-2": lambda: Codec(keys=_spare(3), values=_spare(2), n_sink=4),
     # One change at a time.
     "k-only": lambda: Codec(keys=Int8("tensor"), values=FullPrecision()),

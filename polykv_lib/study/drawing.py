@@ -50,7 +50,6 @@ LOOKS = {
     "lean": Look(label="lean", colour="#228855", marker="p", line="-"),
     "lean-3-2": Look(label="lean, 3 and 2 bits", colour="#228855", marker="2", line=":"),
     "lean-2-2": Look(label="lean, 2 bits", colour="#66AA88", marker="3", line=":"),
-    "spare-4-3": Look(label="spare, 4 and 3 bits", colour="#AA8855", marker="4", line=":"),
     "spare-3-2": Look(label="spare, 3 and 2 bits", colour="#CCAA77", marker="+", line=":"),
     "tq3-both": Look(label="3-bit keys and values", colour="#994411", marker="x", line="-."),
     "tq2-both": Look(label="2-bit keys and values", colour="#BB6633", marker="|", line="-."),

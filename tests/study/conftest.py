@@ -240,8 +240,10 @@ def _joint() -> Iterator[Row]:
                 yield _row("joint_regret", "kl_over_nats", 0.02 - kl, "nats", **over)
         yield _row("joint_plan", "budget", 40, "tokens", kind="computed", layer=0, policy="H2O",
                    codec="lean", context_tokens=560, **at)  # fmt: skip
-    yield _row("joint_wins", "points_won_pct", 100, "%", n=2, method="joint",
-               against="best single, quantised", **setting)  # fmt: skip
+    for against in ("codec alone", "paper-b, ppl budgets", "best single, quantised",
+                    "gain-curve, full", "gain-curve, lean"):  # fmt: skip
+        yield _row("joint_wins", "points_won_pct", 100, "%", n=2, method="joint", against=against,
+                   **setting)  # fmt: skip
 
 
 def _throughput() -> Iterator[Row]:
