@@ -130,6 +130,8 @@ def test_a_head_that_keeps_everything_holds_no_positions_whatever_the_others_kee
     pool = freeze([layer], keys=own.keys, values=own.values, n_sink=own.n_sink, kept=kept)
     sizes = ByteBudget(share=1.0, geometry=TINY).sizes("lean", 90)
     assert bytes_in_bf16(pool) == sizes(1, 90) + sizes(1, 30)
+    noted = [t.numel() for name, t in pool.tensors.items() if name.endswith("positions")]
+    assert sum(noted) == 30
 
 
 @pytest.mark.parametrize("codec", ["full", "polykv", "compact", "lean", "spare-3-2", "tq1-both"])
