@@ -132,7 +132,7 @@ def test_without_internet_every_wheel_goes_along(
     ("options", "said"),
     [
         (["--notebook", "99"], "99 matches no notebook of the grid: "),
-        (["--notebook", "09"], "these notebooks only read results; choose one that computes"),
+        (["--notebook", "10"], "these notebooks only read results; choose one that computes"),
         (["--point", "0000"], "no point '0000' here. `polykv run --profile t4 --dry-run` lists"),
         (["--profile", "t5"], "no profile 't5'"),
         (
