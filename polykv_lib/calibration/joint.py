@@ -119,7 +119,7 @@ def joint(
     found = signals(measured)
     n_layers = len(found["entropy"])
     share = total // n_layers
-    mean = max(_most(partial(of, n_heads), share, n_tokens) for of in sizes.values())
+    mean = max(most_tokens(partial(of, n_heads), share, n_tokens) for of in sizes.values())
     if not mean:
         raise ValueError(f"total={total} bytes do not pay for one token a head; raise the total.")
     chosen: list[str] = []
@@ -170,7 +170,7 @@ def _best(options: Sequence[Option], payable: int) -> Held:
     affordable = []
     for own in options:
         (least, _), (whole, _) = own.curve[0], own.curve[-1]
-        tokens = _most(own.nbytes, payable, whole)
+        tokens = most_tokens(own.nbytes, payable, whole)
         if tokens >= least:
             affordable.append(_held(own, tokens, _at(own.curve, tokens)))
     return min(affordable, key=lambda held: (held.loss, held.nbytes))
@@ -180,7 +180,7 @@ def _held(option: Option, tokens: int, loss: float) -> Held:
     return Held(codec=option.codec, tokens=tokens, loss=loss, nbytes=option.nbytes(tokens))
 
 
-def _most(nbytes: Callable[[int], int], payable: int, most: int) -> int:
+def most_tokens(nbytes: Callable[[int], int], payable: int, most: int) -> int:
     """The most tokens, up to `most`, that so many bytes pay for."""
     if nbytes(most) <= payable:  # a whole document holds no positions, and may take fewer bytes
         return most

@@ -10,7 +10,7 @@ import numpy as np
 
 from polykv_lib import presets
 from polykv_lib.calibration import EncodedItem, Measurements, Recipe, joint
-from polykv_lib.calibration.joint import Codecs, Sizes
+from polykv_lib.calibration.joint import Codecs, Sizes, most_tokens
 from polykv_lib.evict import FullKV, Plan
 from polykv_lib.kv import Geometry
 from polykv_lib.pool import layer_nbytes
@@ -64,15 +64,8 @@ class ByteBudget:
 
     def tokens(self, codec: str, n_tokens: int) -> int:
         """The most tokens a head that every layer can hold in a codec."""
-        sizes, n_heads = self.sizes(codec, n_tokens), self.geometry.n_kv_heads
-        payable = self.total(n_tokens) // self.geometry.n_layers
-        if sizes(n_heads, n_tokens) <= payable:
-            return n_tokens
-        low, high = 0, n_tokens
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if sizes(n_heads, middle) <= payable else (low, middle)
-        return low
+        sizes = partial(self.sizes(codec, n_tokens), self.geometry.n_kv_heads)
+        return most_tokens(sizes, self.total(n_tokens) // self.geometry.n_layers, n_tokens)
 
     def filled(self, plan: Plan, n_tokens: int) -> Plan:
         """The plan with a token more in its first layers, as many as the bytes still pay for."""
