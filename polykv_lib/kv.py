@@ -32,6 +32,9 @@ class LayerKV:
     What a cache remembers from step to step while it generates comes along: the tokens' positions
     (None: consecutive from 0; -1: an empty slot), running numbers a token, by the tally that keeps
     them (`evict/tallies.py`), and the similarity from which a merging policy merges (nan: none).
+
+    A codec that shapes its errors looks at the second moments of the queries, E[q q^T], of those
+    that read each head (`quantize/shaping.py`).
     """
 
     keys: Keys
@@ -41,6 +44,7 @@ class LayerKV:
     positions: Int[Tensor, "batch head token"] | None = None
     tallies: Mapping[Any, Scores] = field(default_factory=dict)
     threshold: Float[Tensor, "batch head"] | None = None
+    moments: Float[Tensor, "batch head dim dim"] | None = None
 
     @property
     def softmax_scale(self) -> float:

@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.evict import Plan, Tally, counted, evict_each
 from polykv_lib.evict.plan import Evicted
@@ -28,6 +27,7 @@ from polykv_lib.hf.observe import observe
 from polykv_lib.kv import KeptTokens, LayerKV, Scores
 from polykv_lib.pool import Codecs, SharedKVPool, freeze, load
 from polykv_lib.quantize import FullPrecision, check_codec
+from polykv_lib.quantize.shaping import second_moments
 
 Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
 
@@ -132,7 +132,8 @@ def share(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> SharedKVPool:
     """A pool from what `read_document` or `evict_document` returned: one prefill, many pools."""
-    layers = [getattr(kept, "merged", {}).get(i, layer) for i, layer in enumerate(layers)]
+    merged = getattr(kept, "merged", {})
+    layers = [replace(merged.get(i, own), moments=own.moments) for i, own in enumerate(layers)]
     owner = {"model": model.config.name_or_path, "model_fingerprint": model_fingerprint(model)}
     if tokenizer is not None:
         owner["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
@@ -153,18 +154,23 @@ def _cache_factory(model: PreTrainedModel) -> Any:
     return partial(AgentCache, window=compat.attention_window(model))
 
 
-@torch.no_grad()
 def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]:
     """Keys and values of every layer from one prefill, without the vocabulary's logits.
+
+    The second moments of the document's queries come along, for codecs with shaped=True.
 
     Raises:
         ValueError: ids of another type or shape, or longer than the model's positions or window.
     """
     check_prepared(model)
     check_document(model, document_ids)
-    cache = DynamicCache()
-    compat.forward(model.base_model, document_ids.to(model.device), cache)
-    return [LayerKV(keys=layer.keys, values=layer.values) for layer in cache.layers]
+    layers, moments = observe(model, document_ids, lambda _, layer: _moments(layer))
+    return [replace(own, moments=m) for own, m in zip(layers, moments, strict=True)]
+
+
+def _moments(layer: LayerKV) -> Tensor:
+    assert layer.queries is not None
+    return second_moments(layer.queries, layer.keys.shape[1])
 
 
 def evict_document(
@@ -182,13 +188,15 @@ def evict_document(
         check_plan(plan)
         plan.check(config.num_hidden_layers, config.num_key_value_heads)
 
-    def see(i: int, layer: LayerKV) -> tuple[list[Evicted], Mapping[Tally, Scores]]:
+    def see(i: int, layer: LayerKV) -> tuple[list[Evicted], Mapping[Tally, Scores], Tensor]:
         layer = counted(layer, (own.policy for plan in plans for own in plan.phases_of(i)))
-        return evict_each([plan.layers[i] for plan in plans], layer), layer.tallies
+        evicted = evict_each([plan.layers[i] for plan in plans], layer)
+        return evicted, layer.tallies, _moments(layer)
 
     layers, seen = observe(model, document_ids, see)
-    tallies = [of_layer for _, of_layer in seen]
-    of_plans = zip(*(evicted for evicted, _ in seen), strict=True)
+    of_layers, tallies, moments = zip(*seen, strict=True)
+    layers = [replace(own, moments=m) for own, m in zip(layers, moments, strict=True)]
+    of_plans = zip(*of_layers, strict=True)
     return layers, [_kept(of_plan, tallies) for of_plan in of_plans]
 
 

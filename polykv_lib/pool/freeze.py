@@ -11,7 +11,7 @@ from polykv_lib.kv import Geometry, KeptTokens, LayerKV
 from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import CacheFactory, SharedKVPool
 from polykv_lib.quantize import FullPrecision, Quantizer
-from polykv_lib.quantize.base import all_finite
+from polykv_lib.quantize.base import all_finite, encode
 
 Codecs: TypeAlias = Quantizer | Sequence[Quantizer]  # for every layer, or one a layer
 _MISMATCH = "{} codecs of {} for {} layers; pass one codec, or one for each layer."
@@ -122,6 +122,7 @@ def pieces_of(
 ) -> Iterable[Piece]:
     """A layer's tokens, cut into pieces: sinks and the rest, and heads that keep equally many."""
     keys, values = layer.keys[0], layer.values[0]
+    moments = None if layer.moments is None else layer.moments[0]
     lossless = key_codec == value_codec == FullPrecision()
     n_sink = 0 if lossless else n_sink
     if kept is None:
@@ -130,7 +131,7 @@ def pieces_of(
             ((key_codec, value_codec), n_sink, keys.shape[1]),
         ):
             if start < stop:
-                yield _piece(None, keys[:, start:stop], values[:, start:stop], *codecs)
+                yield _piece(None, keys[:, start:stop], values[:, start:stop], moments, *codecs)
         return
     groups: dict[tuple[int, int], list[int]] = {}
     for head, tokens in enumerate(kept):
@@ -149,6 +150,7 @@ def pieces_of(
                     tuple(heads) if len(heads) < len(kept) else None,
                     keys[heads].gather(1, index),
                     values[heads].gather(1, index),
+                    None if moments is None else moments[heads],
                     *codecs,
                     # Heads that keep every token hold consecutive ones: nothing to note.
                     positions=chosen.to(torch.int32) if n_kept < keys.shape[1] else None,
@@ -159,13 +161,14 @@ def _piece(
     heads: tuple[int, ...] | None,
     keys: Float[Tensor, "head token dim"],
     values: Float[Tensor, "head token dim"],
+    moments: Float[Tensor, "head dim dim"] | None,
     key_codec: Quantizer,
     value_codec: Quantizer,
     positions: Int[Tensor, "head token"] | None = None,
 ) -> Piece:
     return Piece(
         heads=heads,
-        keys=Stored(codec=key_codec, data=key_codec.quantize(keys)),
+        keys=Stored(codec=key_codec, data=encode(key_codec, keys, moments)),
         values=Stored(codec=value_codec, data=value_codec.quantize(values)),
         positions=positions,
     )

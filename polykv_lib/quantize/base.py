@@ -80,6 +80,20 @@ class Quantizer(Protocol):
         ...
 
 
+def encode(
+    codec: Quantizer,
+    x: Float[Tensor, "*batch token dim"],
+    moments: Float[Tensor, "*batch dim dim"] | None,
+) -> Quantized:
+    """The stored form of keys; codecs that shape their errors get the queries' second moments."""
+    return codec.quantize(x, moments) if is_shaped(codec) else codec.quantize(x)  # type: ignore[call-arg]
+
+
+def is_shaped(codec: Quantizer) -> bool:
+    """Whether the codec needs the queries' second moments (`quantize/shaping.py`)."""
+    return getattr(codec, "shaped", False)
+
+
 def decode(codec: Quantizer, q: Quantized) -> Float[Tensor, "*batch token dim"]:
     """x_hat = (gain * levels) @ B, computed in fp32 and returned in the stored tensor's dtype."""
     n_tokens = q.shape[-2]
@@ -138,6 +152,22 @@ def check_input(x: Tensor, codec: Quantizer) -> None:
         raise ValueError(
             f"{codec} got a {x.dtype} tensor of shape {list(x.shape)}; it stores floating-point "
             "tensors [..., token, dim]. Pass keys or values as the cache holds them."
+        )
+
+
+def check_moments(x: Tensor, moments: Tensor | None, codec: Quantizer) -> None:
+    """Refuse a shaped codec without moments, moments of another shape, and moments for others."""
+    wanted = [*x.shape[:-2], x.shape[-1], x.shape[-1]]
+    if is_shaped(codec) != (moments is not None):
+        raise ValueError(
+            f"{codec} got {'no ' if moments is None else ''}second moments of queries; codecs of "
+            "keys with shaped=True need them, others do not take them. The layers that "
+            "`read_document` and `evict_document` return have them."
+        )
+    if moments is not None and list(moments.shape) != wanted:
+        raise ValueError(
+            f"{codec} got second moments of shape {list(moments.shape)} for keys of shape "
+            f"{list(x.shape)}; it needs {wanted}."
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from polykv_lib.quantize.base import Quantized, check_input, decode, in_range
 from polykv_lib.quantize.turboquant import TurboQuant
 
-ZOOM = 8  # points of the spectrum for each that T tokens determine
+ZOOM = 4  # the last parabola's points lie so many times closer than the spectrum's
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,24 @@ class HarmonicTurboQuant:
         bits: 1 to 4.
         seed: of the rotation's signs.
         norms: as TurboQuant stores them.
+        shaped: as TurboQuant chooses codes.
     """
 
     bits: int = 4
     seed: int = 0
     norms: Literal["half", "byte"] = "half"
+    shaped: bool = False
 
     def __post_init__(self) -> None:
         self._rest()
 
-    def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
-        """Packed codes and norms of the rest, and the harmonics [*batch, 3, dim / 2]."""
+    def quantize(
+        self, x: Float[Tensor, "*batch token dim"], moments: Tensor | None = None
+    ) -> Quantized:
+        """Packed codes and norms of the rest, and the harmonics [*batch, 3, dim / 2].
+
+        `moments` as TurboQuant takes them.
+        """
         check_input(x, self)
         if x.shape[-1] % 2:
             raise ValueError(
@@ -50,7 +57,7 @@ class HarmonicTurboQuant:
             )
         x32 = x.detach().float().contiguous()
         lines = _harmonics(x32)
-        q = self._rest().quantize(x32 - _evaluate(lines, 0, x.shape[-2]))
+        q = self._rest().quantize(x32 - _evaluate(lines, 0, x.shape[-2]), moments)
         return replace(q, zero=lines, dtype=x.dtype)
 
     def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
@@ -83,7 +90,9 @@ class HarmonicTurboQuant:
         return self._rest().from_levels(q, rows)
 
     def _rest(self) -> TurboQuant:
-        return TurboQuant(self.bits, seed=self.seed, match_norm=True, norms=self.norms)
+        return TurboQuant(
+            self.bits, seed=self.seed, match_norm=True, norms=self.norms, shaped=self.shaped
+        )
 
 
 def _harmonics(x: Float[Tensor, "*batch token dim"]) -> Float[Tensor, "*batch three pair"]:
@@ -92,20 +101,35 @@ def _harmonics(x: Float[Tensor, "*batch token dim"]) -> Float[Tensor, "*batch th
     z = torch.complex(*x.chunk(2, dim=-1))
     if not n_tokens:
         return x.new_zeros(*z.shape[:-2], 3, z.shape[-1])
-    n = ZOOM * (1 << n_tokens.bit_length())
-    largest = x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
-    power = torch.fft.fft(z / largest, n, dim=-2).abs().square()
-    power = power.flatten(0, -3).sum(0) if power.dim() > 2 else power
+    scaled = z / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
+    n = 1 << n_tokens.bit_length()
+    power = _power(torch.fft.fft(scaled, n, dim=-2))
     peak = power.argmax(0)
-    before, top, after = (power.gather(0, (peak + i)[None] % n)[0] for i in (-1, 0, 1))
-    bend = before - 2 * top + after  # of the parabola through the three points
-    aside = torch.where(bend < 0, (before - after) / (2 * bend), 0.0).clamp(-0.5, 0.5)
-    frequency = 2 * torch.pi * (peak + aside) / n
+    near = torch.stack([power.gather(0, (peak + i)[None] % n)[0] for i in (-1, 0, 1)])
+    frequency = 2 * torch.pi / n * (peak + _top(near))
+    # The same once more, closer, around what was found.
+    step = 2 * torch.pi / n / ZOOM
+    aside = _turns(step * torch.tensor([1.0, 0.0, -1.0], device=x.device), 0, n_tokens)
+    turned = scaled * _turns(-frequency, 0, n_tokens)
+    frequency = frequency + step * _top(_power(aside.mT @ turned))
     frequency = torch.where(frequency > torch.pi, frequency - 2 * torch.pi, frequency)
     amplitude = (z * _turns(-frequency, 0, n_tokens)).mean(-2)
     return torch.stack(
         (amplitude.real, amplitude.imag, frequency.expand_as(amplitude.real)), dim=-2
     )
+
+
+def _power(z: Complex[Tensor, "*batch frequency pair"]) -> Float[Tensor, "frequency pair"]:
+    """The heads' energies together."""
+    power = z.abs().square()
+    return power.flatten(0, -3).sum(0) if power.dim() > 2 else power
+
+
+def _top(near: Float[Tensor, "three pair"]) -> Float[Tensor, " pair"]:
+    """Where the parabola through three points, one apart, is highest; at most half a step away."""
+    before, here, after = near
+    bend = before - 2 * here + after
+    return torch.where(bend < 0, (before - after) / (2 * bend), 0.0).clamp(-0.5, 0.5)
 
 
 def _evaluate(

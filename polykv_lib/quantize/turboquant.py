@@ -13,6 +13,7 @@ from polykv_lib.quantize.base import (
     Quantized,
     check_finite,
     check_input,
+    check_moments,
     decode,
     from_byte,
     to_byte,
@@ -28,8 +29,10 @@ from polykv_lib.quantize.packing import (
     word_table,
 )
 from polykv_lib.quantize.rotations import RotationName, rotation
+from polykv_lib.quantize.shaping import Moments, shaped_codes, weighted
 
 BLOCK = 1 << 17  # numbers encoded at a time: scratch that stays in a core's cache
+SHAPED_BLOCK = 1 << 19  # the same for shaped codes, which take many steps a block
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -49,6 +52,8 @@ class TurboQuant:
         match_norm: store ||x|| / ||LEVELS[codes]|| instead, so that x_hat has the norm of x.
         norms: "half", fp16, or "byte", 8-bit steps of the logarithm: 8 / d bits a number instead of
             16 / d, and norms to 3 % at worst.
+        shaped: of keys: choose codes for small errors of scores instead of small errors
+            (`quantize/shaping.py`); the same bits, and norms fitted to scores.
     """
 
     bits: int = 3
@@ -56,6 +61,7 @@ class TurboQuant:
     seed: int = 0
     match_norm: bool = False
     norms: Literal["half", "byte"] = "half"
+    shaped: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in (1, 2, 3, 4):
@@ -68,12 +74,26 @@ class TurboQuant:
         if self.norms not in ("half", "byte"):
             raise ValueError(f"TurboQuant(norms={self.norms!r}); choose one of: half, byte.")
 
-    def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:
-        """Packed codes [*batch, token, dim * bits / 8] and fp16 norms [*batch, token]."""
+    def quantize(
+        self, x: Float[Tensor, "*batch token dim"], moments: Tensor | None = None
+    ) -> Quantized:
+        """Packed codes [*batch, token, dim * bits / 8] and fp16 norms [*batch, token].
+
+        Args:
+            x: keys or values.
+            moments: with shaped=True E[q q^T] of the queries, [*batch, dim, dim].
+
+        Raises:
+            ValueError: shaped without moments, or moments without shaped, or of another shape.
+        """
         check_input(x, self)
-        size = BLOCK if x.device.type == "cpu" else x.numel()
+        check_moments(x, moments, self)
+        m = None if moments is None else weighted(moments, self._rotation(x.device, x.shape[-1]))
+        size = SHAPED_BLOCK if self.shaped else BLOCK
+        if x.device.type != "cpu":
+            size = x.numel()
         step = max(1, size * x.shape[-2] // max(1, x.numel()))
-        blocks = [self._encode(block) for block in x.detach().split(step, dim=-2)]
+        blocks = [self._encode(block, m) for block in x.detach().split(step, dim=-2)]
         planes, lengths = zip(*blocks, strict=True)
         length = torch.cat(lengths, dim=-1)
         scale, unit = (to_half if self.norms == "half" else to_byte)(length)
@@ -116,7 +136,9 @@ class TurboQuant:
         """The rows, rotated back: rows @ R^T."""
         return rows @ self._rotation(rows.device, q.shape[-1]).to(rows.dtype).mT
 
-    def _encode(self, x: Float[Tensor, "*batch token dim"]) -> tuple[Planes, Tensor]:
+    def _encode(
+        self, x: Float[Tensor, "*batch token dim"], m: Moments | None
+    ) -> tuple[Planes, Tensor]:
         """Packed codes of a block of tokens, and the number that multiplies each one's levels."""
         rows = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         dim = rows.shape[-1]
@@ -126,9 +148,15 @@ class TurboQuant:
         largest.clamp_min_(TINY)
         norm = torch.linalg.vector_norm(rows.div_(largest), dim=-1, keepdim=True).clamp_min_(TINY)
         z = rows.div_(norm) @ (self._rotation(x.device, dim) * math.sqrt(dim))
-        words = to_words(nearest_code(z, self.bits), self.bits)
         length = (largest * norm)[..., 0]
-        if self.match_norm:
+        if m is None:
+            codes, fit = nearest_code(z, self.bits), None
+        else:
+            codes, fit = shaped_codes(z, m, self.bits)
+        words = to_words(codes, self.bits)
+        if fit is not None:
+            length *= fit / math.sqrt(dim)
+        elif self.match_norm:
             length /= entries(words, _squares(self.bits, x.device)).sum(-1).sqrt_()
         else:
             length /= math.sqrt(dim)

@@ -20,6 +20,10 @@ CODECS = {
     "token": {"keys": pk.Int8("token"), "values": pk.Int8("token")},
     "turbo-keys": {"keys": pk.TurboQuant(4, "double"), "values": pk.TurboQuant(2, match_norm=True)},
     "harmonic": {"keys": pk.HarmonicTurboQuant(3), "values": pk.TurboQuant(3, match_norm=True)},
+    "shaped": {
+        "keys": pk.HarmonicTurboQuant(3, shaped=True),
+        "values": pk.TurboQuant(3, norms="byte"),
+    },
     "kivi": {"keys": pk.Affine(4, 8, "token"), "values": pk.Affine(4, 8, "channel")},
 }
 

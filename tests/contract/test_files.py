@@ -14,6 +14,7 @@ CODECS = [
     {"keys": pk.Int8("tensor"), "values": pk.TurboQuant(3, "plain"), "n_sink": 0},
     {"keys": pk.Int8("block"), "values": pk.Affine(5, 8, "channel")},
     {"keys": [pk.HarmonicTurboQuant(b) for b in (2, 4)], "values": [pk.TurboQuant(), pk.Int8()]},
+    {"keys": pk.TurboQuant(4, norms="byte", shaped=True), "values": pk.FullPrecision()},
     {"keys": pk.FullPrecision(), "values": pk.TurboQuant(2, "double", seed=7, match_norm=True)},
 ]
 

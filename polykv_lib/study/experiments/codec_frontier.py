@@ -23,6 +23,7 @@ from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.quantize import FullPrecision, Quantizer
+from polykv_lib.quantize.base import encode
 from polykv_lib.study.experiments.codec_search import KEYS, N_SINK, VALUES, candidate
 from polykv_lib.study.experiments.common import Say, Timer, dtype_name, facts, settings
 from polykv_lib.study.experiments.excerpts import passages
@@ -108,7 +109,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
             say(f"{role} {i + 1} of {len(half)}, {text.title}, {timer.seconds:.0f} s")
         if role == "selection":
             means = {side: np.mean(found, axis=0) for side, found in singles.items()}
-            costs = _costs(layers[0].keys[0, :, N_SINK:], point)
+            costs = _costs(layers[0], point)
             plans = {f"by layer, {b:g} bits": _plan(means, costs, b) for b in point.budgets}
     dims = {"model": point.model, "prefix_tokens": point.prefix_tokens, "dtype": dtype_name(model)}
     return Outcome(
@@ -162,10 +163,15 @@ def _single_layer(model: Any, passage: Passage, point: Settings) -> dict[str, Si
     return found
 
 
-def _costs(x: Float[Tensor, "head token dim"], point: Settings) -> Costs:
-    """Bits a number of every option, counted from a stored tensor of this shape."""
+def _costs(layer: LayerKV, point: Settings) -> Costs:
+    """Bits a number of every option, counted from a layer's stored keys."""
+    x = layer.keys[:, :, N_SINK:]
+
+    def bits(codec: Quantizer) -> float:
+        return encode(codec, x, layer.moments).nbytes * 8 / x.numel()
+
     return {
-        side: {name: codec.quantize(x).nbytes * 8 / x.numel() for name, codec in options.items()}
+        side: {name: bits(codec) for name, codec in options.items()}
         for side, options in point.sides.items()
     }
 

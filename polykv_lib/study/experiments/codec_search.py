@@ -22,6 +22,8 @@ KEYS: Final[dict[str, Quantizer]] = {
     **{f"tq{b}": TurboQuant(b, match_norm=True, norms="byte") for b in (2, 3, 4)},
     **{f"harmonic{b}": HarmonicTurboQuant(b, norms="byte") for b in (2, 3, 4)},
     "harmonic4-half": HarmonicTurboQuant(4),
+    **{f"shaped{b}": HarmonicTurboQuant(b, norms="byte", shaped=True) for b in (2, 3, 4)},
+    **{f"shaped-tq{b}": TurboQuant(b, norms="byte", shaped=True) for b in (2, 3, 4)},
     "full": FullPrecision(),
 }
 VALUES: Final[dict[str, Quantizer]] = {
