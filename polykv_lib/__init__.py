@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from polykv_lib.evict import Plan
     from polykv_lib.hf import ask, build_pool, calibrate, load_model, load_pool, prefill, prepare
     from polykv_lib.hf import document_ids as document_ids
-    from polykv_lib.pool import SharedKVPool
+    from polykv_lib.pool import SharedKVPool, Tiered
     from polykv_lib.quantize import Affine, FullPrecision, HarmonicTurboQuant, Int8, TurboQuant
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ _HOMES = {
     "Plan": "evict",
     "TurboQuant": "quantize",
     "SharedKVPool": "pool",
+    "Tiered": "pool",
     "ask": "hf",
     "build_pool": "hf",
     "calibrate": "hf",
@@ -40,6 +41,7 @@ __all__ = [
     "Int8",
     "Plan",
     "SharedKVPool",
+    "Tiered",
     "TurboQuant",
     "ask",
     "build_pool",

@@ -34,7 +34,8 @@ class LayerKV:
     them (`evict/tallies.py`), and the similarity from which a merging policy merges (nan: none).
 
     A codec that shapes its errors looks at the second moments of the queries, E[q q^T], of those
-    that read each head (`quantize/shaping.py`).
+    that read each head (`quantize/shaping.py`); codecs by rank look at the attention that each
+    token received (`pool/tiered.py`).
     """
 
     keys: Keys
@@ -45,6 +46,7 @@ class LayerKV:
     tallies: Mapping[Any, Scores] = field(default_factory=dict)
     threshold: Float[Tensor, "batch head"] | None = None
     moments: Float[Tensor, "batch head dim dim"] | None = None
+    attention: Scores | None = None
 
     @property
     def softmax_scale(self) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.evict import Plan, Tally, counted, evict_each
+from polykv_lib.evict.attention import sampled_attention
 from polykv_lib.evict.plan import Evicted
 from polykv_lib.hf import compat
 from polykv_lib.hf.caches import AgentCache
@@ -25,11 +26,12 @@ from polykv_lib.hf.evicting import EvictingCache, evicting_prefill
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observe
 from polykv_lib.kv import KeptTokens, LayerKV, Scores
-from polykv_lib.pool import Codecs, SharedKVPool, freeze, load
+from polykv_lib.pool import Codecs, SharedKVPool, Tiered, freeze, load
 from polykv_lib.quantize import FullPrecision, check_codec
 from polykv_lib.quantize.shaping import second_moments
 
 Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
+Seen = tuple[Tensor, Scores]  # of a layer's queries: their second moments, where they look
 
 
 class KeptByPlan(list[Sequence[KeptTokens]]):
@@ -69,7 +71,8 @@ def build_pool(
     """
     for name, codecs in (("keys", keys), ("values", values)):
         for codec in codecs if isinstance(codecs, list | tuple) else (codecs,):
-            check_codec(codec, name)
+            if not isinstance(codec, Tiered):
+                check_codec(codec, name)
     kept = None
     if plan is None:
         layers = read_document(model, document_ids)
@@ -133,7 +136,10 @@ def share(
 ) -> SharedKVPool:
     """A pool from what `read_document` or `evict_document` returned: one prefill, many pools."""
     merged = getattr(kept, "merged", {})
-    layers = [replace(merged.get(i, own), moments=own.moments) for i, own in enumerate(layers)]
+    layers = [
+        replace(merged.get(i, own), moments=own.moments, attention=own.attention)
+        for i, own in enumerate(layers)
+    ]
     owner = {"model": model.config.name_or_path, "model_fingerprint": model_fingerprint(model)}
     if tokenizer is not None:
         owner["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
@@ -157,20 +163,29 @@ def _cache_factory(model: PreTrainedModel) -> Any:
 def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]:
     """Keys and values of every layer from one prefill, without the vocabulary's logits.
 
-    The second moments of the document's queries come along, for codecs with shaped=True.
+    What the document's queries say about it comes along: their second moments, for codecs with
+    shaped=True, and the attention that each token received, for codecs in tiers.
 
     Raises:
         ValueError: ids of another type or shape, or longer than the model's positions or window.
     """
     check_prepared(model)
     check_document(model, document_ids)
-    layers, moments = observe(model, document_ids, lambda _, layer: _moments(layer))
-    return [replace(own, moments=m) for own, m in zip(layers, moments, strict=True)]
+    layers, seen = observe(model, document_ids, lambda _, layer: _seen(layer))
+    return _with(layers, seen)
 
 
-def _moments(layer: LayerKV) -> Tensor:
+def _seen(layer: LayerKV) -> Seen:
     assert layer.queries is not None
-    return second_moments(layer.queries, layer.keys.shape[1])
+    moments = second_moments(layer.queries, layer.keys.shape[1])
+    return moments, sampled_attention(layer.queries, layer.keys, layer.softmax_scale)
+
+
+def _with(layers: Sequence[LayerKV], seen: Sequence[Seen]) -> list[LayerKV]:
+    return [
+        replace(layer, moments=moments, attention=attention)
+        for layer, (moments, attention) in zip(layers, seen, strict=True)
+    ]
 
 
 def evict_document(
@@ -188,16 +203,15 @@ def evict_document(
         check_plan(plan)
         plan.check(config.num_hidden_layers, config.num_key_value_heads)
 
-    def see(i: int, layer: LayerKV) -> tuple[list[Evicted], Mapping[Tally, Scores], Tensor]:
+    def see(i: int, layer: LayerKV) -> tuple[list[Evicted], Mapping[Tally, Scores], Seen]:
         layer = counted(layer, (own.policy for plan in plans for own in plan.phases_of(i)))
         evicted = evict_each([plan.layers[i] for plan in plans], layer)
-        return evicted, layer.tallies, _moments(layer)
+        return evicted, layer.tallies, _seen(layer)
 
     layers, seen = observe(model, document_ids, see)
-    of_layers, tallies, moments = zip(*seen, strict=True)
-    layers = [replace(own, moments=m) for own, m in zip(layers, moments, strict=True)]
+    of_layers, tallies, found = zip(*seen, strict=True)
     of_plans = zip(*of_layers, strict=True)
-    return layers, [_kept(of_plan, tallies) for of_plan in of_plans]
+    return _with(layers, found), [_kept(of_plan, tallies) for of_plan in of_plans]
 
 
 def _kept(of_layers: Sequence[Evicted], tallies: Sequence[Mapping[Tally, Scores]]) -> KeptByPlan:

@@ -4,6 +4,7 @@ from polykv_lib.pool.freeze import Codecs, freeze
 from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import SharedKVPool, load
 from polykv_lib.pool.sizes import layer_nbytes
+from polykv_lib.pool.tiered import Tiered
 
 __all__ = [
     "Codecs",
@@ -11,6 +12,7 @@ __all__ = [
     "PoolError",
     "SharedKVPool",
     "Stored",
+    "Tiered",
     "freeze",
     "layer_nbytes",
     "load",

@@ -1,19 +1,20 @@
 """Keys and values of a prefilled document -> a pool."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from polykv_lib.kv import Geometry, KeptTokens, LayerKV
-from polykv_lib.pool.pieces import Piece, PoolError, Stored
+from polykv_lib.pool.pieces import Piece, PoolError, Stored, located
 from polykv_lib.pool.shared import CacheFactory, SharedKVPool
+from polykv_lib.pool.tiered import Codec, Tiered, tiers
 from polykv_lib.quantize import FullPrecision, Quantizer
 from polykv_lib.quantize.base import all_finite, encode
 
-Codecs: TypeAlias = Quantizer | Sequence[Quantizer]  # for every layer, or one a layer
+Codecs: TypeAlias = Codec | Sequence[Codec]  # for every layer, or one a layer
 _MISMATCH = "{} codecs of {} for {} layers; pass one codec, or one for each layer."
 
 
@@ -81,7 +82,7 @@ def freeze(
     )
 
 
-def _of_layer(codecs: Codecs, name: str, index: int) -> Quantizer:
+def _of_layer(codecs: Codecs, name: str, index: int) -> Codec:
     if not isinstance(codecs, Sequence):
         return codecs
     if index >= len(codecs):
@@ -115,60 +116,68 @@ def _check_finite(layer: LayerKV, index: int) -> None:
 
 def pieces_of(
     layer: LayerKV,
-    key_codec: Quantizer,
-    value_codec: Quantizer,
+    key_codec: Codec,
+    value_codec: Codec,
     n_sink: int,
     kept: Sequence[KeptTokens] | None,
-) -> Iterable[Piece]:
-    """A layer's tokens, cut into pieces: sinks and the rest, and heads that keep equally many."""
-    keys, values = layer.keys[0], layer.values[0]
-    moments = None if layer.moments is None else layer.moments[0]
-    lossless = key_codec == value_codec == FullPrecision()
-    n_sink = 0 if lossless else n_sink
+) -> Iterator[Piece]:
+    """A layer's tokens, cut into pieces: sinks, tiers of the rest, heads that keep equally many."""
+    _, n_heads, n_tokens, _ = layer.keys.shape
+    if key_codec == value_codec == FullPrecision():
+        n_sink = 0
+    ranked = isinstance(key_codec, Tiered) or isinstance(value_codec, Tiered)
+    if ranked and layer.attention is None:
+        raise PoolError(
+            "codecs in tiers rank tokens by the attention that they received, which this layer "
+            "does not say. The layers that `read_document` and `evict_document` return do."
+        )
     if kept is None:
-        for codecs, start, stop in (
-            ((FullPrecision(), FullPrecision()), 0, min(n_sink, keys.shape[1])),
-            ((key_codec, value_codec), n_sink, keys.shape[1]),
-        ):
-            if start < stop:
-                yield _piece(None, keys[:, start:stop], values[:, start:stop], moments, *codecs)
-        return
+        kept = [torch.arange(n_tokens, device=layer.keys.device)] * n_heads
     groups: dict[tuple[int, int], list[int]] = {}
     for head, tokens in enumerate(kept):
         n_sinks_kept = int((tokens < n_sink).sum())
         groups.setdefault((n_sinks_kept, len(tokens)), []).append(head)
     for (n_sinks_kept, n_kept), heads in groups.items():
         positions = torch.stack([kept[head] for head in heads])
-        for codecs, start, stop in (
-            ((FullPrecision(), FullPrecision()), 0, n_sinks_kept),
-            ((key_codec, value_codec), n_sinks_kept, n_kept),
-        ):
-            if start < stop:
-                chosen = positions[:, start:stop]
-                index = chosen[..., None].expand(-1, -1, keys.shape[-1])
-                yield _piece(
-                    tuple(heads) if len(heads) < len(kept) else None,
-                    keys[heads].gather(1, index),
-                    values[heads].gather(1, index),
-                    None if moments is None else moments[heads],
-                    *codecs,
-                    # Heads that keep every token hold consecutive ones: nothing to note.
-                    positions=chosen.to(torch.int32) if n_kept < keys.shape[1] else None,
-                )
+        sinks, rest = positions.split([n_sinks_kept, n_kept - n_sinks_kept], dim=1)
+        rank = None
+        if ranked:
+            assert layer.attention is not None
+            received = layer.attention[0, heads].gather(1, rest)
+            rank = received.argsort(dim=-1, descending=True, stable=True)
+        lossless = FullPrecision(), FullPrecision()
+        parts = [(sinks, *lossless)]
+        for start, stop, *codecs in tiers(key_codec, value_codec, rest.shape[1]):
+            chosen = rest if rank is None else rest.gather(1, rank[:, start:stop]).sort(-1).values
+            parts.append((chosen, *codecs))
+        for chosen, *codecs in parts:
+            if chosen.shape[1]:
+                # Heads that keep every token hold consecutive ones: nothing to note.
+                noted = n_kept < n_tokens or (rank is not None and chosen is not sinks)
+                yield _piece(layer, heads if len(heads) < n_heads else None, chosen, noted, *codecs)
 
 
 def _piece(
-    heads: tuple[int, ...] | None,
-    keys: Float[Tensor, "head token dim"],
-    values: Float[Tensor, "head token dim"],
-    moments: Float[Tensor, "head dim dim"] | None,
+    layer: LayerKV,
+    heads: Sequence[int] | None,
+    positions: Int[Tensor, "head token"],
+    noted: bool,
     key_codec: Quantizer,
     value_codec: Quantizer,
-    positions: Int[Tensor, "head token"] | None = None,
 ) -> Piece:
+    """The tokens at these positions; views where they are consecutive and of all heads."""
+    own = slice(None) if heads is None else list(heads)
+    keys, values = layer.keys[0, own], layer.values[0, own]
+    if noted:
+        index = positions[..., None].expand(-1, -1, keys.shape[-1])
+        keys, values = keys.gather(1, index), values.gather(1, index)
+    else:
+        first, n = int(positions[0, 0]), positions.shape[1]
+        keys, values = keys[:, first : first + n], values[:, first : first + n]
+    moments = None if layer.moments is None else layer.moments[0, own]
     return Piece(
-        heads=heads,
+        heads=None if heads is None else tuple(heads),
         keys=Stored(codec=key_codec, data=encode(key_codec, keys, moments)),
         values=Stored(codec=value_codec, data=value_codec.quantize(values)),
-        positions=positions,
+        where=located(positions, layer.keys.shape[2]) if noted else None,
     )

@@ -1,5 +1,6 @@
 """What a layer of the pool is made of: tokens that some heads hold under one pair of codecs."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -77,7 +78,7 @@ class Piece:
     heads: tuple[int, ...] | None  # None: all heads of the layer
     keys: Stored
     values: Stored
-    positions: Int[Tensor, "head token"] | None = None  # None: consecutive tokens
+    where: Tensor | None = None  # of the document's tokens (`located`); None: consecutive ones
 
     @property
     def n_tokens(self) -> int:
@@ -85,17 +86,64 @@ class Piece:
         return self.keys.data.shape[-2]
 
     @property
+    def positions(self) -> Int[Tensor, "head token"] | None:
+        """The tokens' places in the document, ascending; None: consecutive tokens."""
+        if self.where is None or self.where.dtype != torch.uint8:
+            return self.where
+        bits = self.where[..., None] >> torch.arange(8, device=self.where.device) & 1
+        return bits.flatten(1).nonzero()[:, 1].view(-1, self.n_tokens).to(torch.int32)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by a name that is stable on disk."""
         named = {f"keys.{name}": t for name, t in self.keys.data.tensors.items()}
         named |= {f"values.{name}": t for name, t in self.values.data.tensors.items()}
-        return named if self.positions is None else named | {"positions": self.positions}
+        return named if self.where is None else named | {"positions": self.where}
 
     def to(self, device: torch.device) -> "Piece":
         """The piece with its tensors on a device."""
         if all(t.device == device for t in self.tensors.values()):
             return self
         return restore(describe(self), {name: t.to(device) for name, t in self.tensors.items()})
+
+
+def located(positions: Int[Tensor, "head token"], n_tokens: int) -> Tensor:
+    """Ascending positions at rest, in the fewer bytes: int32 numbers, or a bit for each token.
+
+    Bit i of byte j, from the lowest, is token 8 j + i: uint8 [head, n_tokens / 8, rounded up].
+    """
+    n_heads, n_kept = positions.shape
+    n_bytes = -(-n_tokens // 8)
+    if 4 * n_kept <= n_bytes:
+        return positions.to(torch.int32)
+    bits = torch.zeros(n_heads, 8 * n_bytes, dtype=torch.int64, device=positions.device)
+    bits.scatter_(1, positions.long(), 1)
+    weights = 1 << torch.arange(8, device=positions.device)
+    return (bits.view(n_heads, n_bytes, 8) * weights).sum(-1).to(torch.uint8)
+
+
+def dense(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+    """Dequantised keys and values [head, token, dim] of pieces of all heads, as they were written.
+
+    Tokens of pieces without positions come first.
+    """
+    keys, values = (
+        torch.cat([getattr(piece, side).dense() for piece in pieces], dim=-2)
+        for side in ("keys", "values")
+    )
+    if all(piece.positions is None for piece in pieces):
+        return keys, values
+    order = torch.cat([_places(piece, keys.shape[0]) for piece in pieces], dim=-1).argsort(-1)
+    index = order[..., None].expand_as(keys)
+    return keys.gather(1, index), values.gather(1, index)
+
+
+def _places(piece: Piece, n_heads: int) -> Int[Tensor, "head token"]:
+    positions = piece.positions
+    if positions is None:
+        device = piece.keys.data.planes[0].device
+        return torch.arange(piece.n_tokens, device=device).expand(n_heads, -1)
+    return positions.long()
 
 
 def describe(piece: Piece) -> dict[str, Any]:
@@ -119,7 +167,7 @@ def restore(description: dict[str, Any], tensors: dict[str, Tensor]) -> Piece:
         heads=None if heads is None else tuple(heads),
         keys=_restore_side(description["keys"], tensors, "keys."),
         values=_restore_side(description["values"], tensors, "values."),
-        positions=tensors.get("positions"),
+        where=tensors.get("positions"),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polykv_lib.kv import Geometry, Keys, Values
 from polykv_lib.pool import file
-from polykv_lib.pool.pieces import Piece, PoolError, describe, restore
+from polykv_lib.pool.pieces import Piece, PoolError, dense, describe, restore
 
 CacheFactory = Callable[["SharedKVPool", int], Any]
 
@@ -91,8 +91,7 @@ class SharedKVPool:
                 f"the heads of layer {layer} hold different tokens, so it has no dense form; "
                 "attend to it through pool.agent_cache(n)."
             )
-        keys = torch.cat([piece.keys.dense() for piece in pieces], dim=-2)
-        values = torch.cat([piece.values.dense() for piece in pieces], dim=-2)
+        keys, values = dense(pieces)
         return keys[None], values[None]
 
     def to(self, devices: Sequence[torch.device]) -> "SharedKVPool":

@@ -27,5 +27,11 @@ def layer_nbytes(
     """
     document = torch.zeros(1, n_heads, n_tokens, head_dim, dtype=torch.bfloat16)
     kept = [torch.arange(n_kept)] * n_heads
-    pieces = pieces_of(LayerKV(keys=document, values=document), keys, values, n_sink, kept)
+    layer = LayerKV(
+        keys=document,
+        values=document,
+        moments=torch.eye(head_dim).expand(1, n_heads, -1, -1),
+        attention=torch.zeros(1, n_heads, n_tokens),
+    )
+    pieces = pieces_of(layer, keys, values, n_sink, kept)
     return sum(t.numel() * t.element_size() for p in pieces for t in p.tensors.values())

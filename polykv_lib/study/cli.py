@@ -31,7 +31,7 @@ app.command()(bench_command.bench)
 PROFILES = (
     "smoke: every notebook on a handful of tokens, about two minutes on one core; "
     "offline: the study, about 26 minutes on two CPU cores; "
-    "offline-full: more articles and agents, about two hours (estimate); "
+    "offline-full: more articles and agents, about eight hours (estimate); "
     "t4: published models and sizes, about five hours on two T4s (estimate); "
     "t4-8b: the eviction paper's models, some days of two T4s in points of at most seven hours"
 )

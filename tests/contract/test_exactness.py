@@ -24,6 +24,10 @@ CODECS = {
         "keys": pk.HarmonicTurboQuant(3, shaped=True),
         "values": pk.TurboQuant(3, norms="byte"),
     },
+    "tiers": {
+        "keys": pk.Tiered((pk.Int8("token"), pk.HarmonicTurboQuant(3, shaped=True)), (0.25,)),
+        "values": pk.Tiered((pk.TurboQuant(4), pk.TurboQuant(3), pk.TurboQuant(2)), (0.1, 0.4)),
+    },
     "kivi": {"keys": pk.Affine(4, 8, "token"), "values": pk.Affine(4, 8, "channel")},
 }
 

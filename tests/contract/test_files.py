@@ -15,6 +15,7 @@ CODECS = [
     {"keys": pk.Int8("block"), "values": pk.Affine(5, 8, "channel")},
     {"keys": [pk.HarmonicTurboQuant(b) for b in (2, 4)], "values": [pk.TurboQuant(), pk.Int8()]},
     {"keys": pk.TurboQuant(4, norms="byte", shaped=True), "values": pk.FullPrecision()},
+    {"keys": pk.Tiered((pk.Int8(), pk.TurboQuant(2)), (0.3,)), "values": pk.TurboQuant(3)},
     {"keys": pk.FullPrecision(), "values": pk.TurboQuant(2, "double", seed=7, match_norm=True)},
 ]
 
