@@ -7,6 +7,7 @@ from typing import Final
 
 from polykv_lib.evict import Plan
 from polykv_lib.kv import Geometry
+from polykv_lib.pool import Tiered
 from polykv_lib.quantize import (
     Affine,
     FullPrecision,
@@ -21,8 +22,8 @@ from polykv_lib.quantize import (
 class Codec:
     """How a pool stores keys and values, and how many first tokens it leaves in full precision."""
 
-    keys: Quantizer
-    values: Quantizer
+    keys: Quantizer | Tiered
+    values: Quantizer | Tiered
     n_sink: int = 0
 
 
@@ -42,6 +43,11 @@ def _lean(key_bits: int, value_bits: int) -> Codec:
     return Codec(keys=keys, values=_spare(value_bits), n_sink=4)
 
 
+def _shaped(bits: int) -> HarmonicTurboQuant:
+    """Keys without harmonics, coded for small errors of scores; norms in bytes."""
+    return HarmonicTurboQuant(bits, norms="byte", shaped=True)
+
+
 CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "full": lambda: Codec(keys=FullPrecision(), values=FullPrecision()),
     # Paper A exactly: one key scale a layer, Hadamard without signs, no protected tokens.
@@ -53,6 +59,14 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "compact": lambda: Codec(keys=Affine(4, 64, "token"), values=_matched(3), n_sink=4),
     # Chosen on the selection half of the codec frontier: no more KL than the paper's codec.
     "lean": lambda: _lean(4, 3),
+    # The same bytes as `lean`, keys coded for small errors of scores.
+    "shaped": lambda: Codec(keys=_shaped(4), values=_spare(3), n_sink=4),
+    # One bit more for the eighth of the tokens at which the document's last queries looked most.
+    "tiered": lambda: Codec(
+        keys=Tiered((_shaped(4), _shaped(3)), (0.125,)),
+        values=Tiered((_spare(4), _spare(3)), (0.125,)),
+        n_sink=4,
+    ),
     # Fewer bits, for layers that lose little by it; without harmonics, which cost as many bytes
     # for a few tokens as for many, where an eviction leaves few.
     "lean-3-2": lambda: _lean(3, 2),
@@ -90,7 +104,7 @@ def codec(name: str) -> Codec:
     return CODECS[name]()
 
 
-def of_plan(plan: Plan) -> tuple[list[Quantizer], list[Quantizer], int]:
+def of_plan(plan: Plan) -> tuple[list[Quantizer | Tiered], list[Quantizer | Tiered], int]:
     """Key codecs and value codecs of a plan's layers, and the sinks that all of them leave alone.
 
     These are `build_pool`'s `keys`, `values` and `n_sink`. A layer without a codec is not

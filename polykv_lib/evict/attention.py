@@ -35,23 +35,13 @@ def column_sums(queries: Queries, keys: Keys, scale: float) -> Scores:
     return sums * (n_heads / queries.shape[1])
 
 
-def sampled_attention(queries: Queries, keys: Keys, scale: float, n_sampled: int = 128) -> Scores:
-    """Mean attention that each token received from queries spread evenly over the document.
+def recent_attention(queries: Queries, keys: Keys, scale: float, window: int = 64) -> Scores:
+    """Attention that each token received from the last queries, over a KV head's query heads.
 
-    Each query head of a KV head counts alike. A token's mean is over the sampled queries that see
-    it; the last query is always one, so there is no token without.
+    The mean over `window` queries; to those before a token it counts as none.
     """
-    n_heads, n_tokens = keys.shape[1:3]
-    n = min(n_sampled, n_tokens)
-    rows = n_tokens - 1 - torch.arange(n, device=keys.device) * n_tokens // max(1, n)
-    visible = torch.arange(n_tokens, device=keys.device) <= rows[:, None]
-    asked = queries[:, :, rows].detach().float().unflatten(1, (n_heads, -1)) * scale
-    received = torch.zeros(keys.shape[:3], device=keys.device)
-    for head, asking in enumerate(asked.unbind(1)):
-        scores = asking @ keys[:, head, None].detach().float().mT
-        weights = scores.masked_fill_(~visible, -math.inf).softmax(-1)
-        received[:, head] = weights.mean(1).sum(1) / visible.sum(0)
-    return received
+    weights = window_weights(queries, keys, scale, min(window, queries.shape[2]))
+    return over_groups(weights.mean(2), keys.shape[1])
 
 
 def weight_blocks(

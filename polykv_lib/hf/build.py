@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.evict import Plan, Tally, counted, evict_each
-from polykv_lib.evict.attention import sampled_attention
+from polykv_lib.evict.attention import recent_attention
 from polykv_lib.evict.plan import Evicted
 from polykv_lib.hf import compat
 from polykv_lib.hf.caches import AgentCache
@@ -178,7 +178,7 @@ def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]
 def _seen(layer: LayerKV) -> Seen:
     assert layer.queries is not None
     moments = second_moments(layer.queries, layer.keys.shape[1])
-    return moments, sampled_attention(layer.queries, layer.keys, layer.softmax_scale)
+    return moments, recent_attention(layer.queries, layer.keys, layer.softmax_scale)
 
 
 def _with(layers: Sequence[LayerKV], seen: Sequence[Seen]) -> list[LayerKV]:

@@ -18,6 +18,8 @@ from polykv_lib.quantize import Quantizer, check_codec
 class Tiered:
     """The first share of a head's tokens, ranked by attention, gets the first codec, and so on.
 
+    Attention is that of the document's last 64 queries (`evict.attention.recent_attention`).
+
     Args:
         codecs: one more than shares; the last one takes the rest.
         shares: of the tokens that a head keeps in codecs, each between 0 and 1.

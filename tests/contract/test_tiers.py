@@ -6,8 +6,9 @@ from torch.testing import assert_close
 
 import polykv_lib as pk
 from polykv_lib import hf
-from polykv_lib.evict import SnapKV
-from polykv_lib.evict.attention import column_sums, sampled_attention
+from polykv_lib.evict import LayerPlan, Plan, SnapKV
+from polykv_lib.evict.attention import recent_attention
+from polykv_lib.hf.observe import observe
 from polykv_lib.kv import LayerKV
 from polykv_lib.pool import PoolError, freeze, load
 from polykv_lib.pool.pieces import located
@@ -68,8 +69,6 @@ def test_a_pool_of_tiers_is_counted_saved_and_read_like_any(layer, tmp_path):
 
 @pytest.mark.parametrize("budgets", [(20, 20), (9, 31)])
 def test_with_eviction_it_is_the_masked_full_cache(llama, tokens, masked_forward, budgets):
-    from polykv_lib.evict import LayerPlan, Plan
-
     document, own = tokens(1, 60), tokens(2, 5, seed=1)
     plan = Plan(layers=(LayerPlan(policy=SnapKV(), budget=budgets),) * 2)
     pool = pk.build_pool(llama, document, keys=KEYS, values=VALUES, plan=plan)
@@ -78,18 +77,19 @@ def test_with_eviction_it_is_the_masked_full_cache(llama, tokens, masked_forward
     assert_close(got, masked_forward(llama, pool, own), atol=1e-5, rtol=0)
 
 
-def test_attention_received_is_what_the_queries_give():
+def test_attention_is_the_last_queries(llama, tokens):
     q, k = draw(1, 6, 50, 16), draw(1, 2, 50, 16, seed=1)
-    whole = sampled_attention(q, k, 0.3, n_sampled=50)
-    seen_by = torch.arange(50, 0, -1)
-    assert_close(whole, column_sums(q, k, 0.3) / seen_by)
-    some = sampled_attention(q, k, 0.3, n_sampled=7)
-    weights = (q.unflatten(1, (2, 3)) @ k[:, :, None].mT * 0.3).masked_fill(
+    scores = (q.unflatten(1, (2, 3)) @ k[:, :, None].mT * 0.3).masked_fill(
         ~torch.ones(50, 50, dtype=torch.bool).tril(), -torch.inf
-    ).softmax(-1)[..., [49, 42, 35, 28, 21, 14, 7], :]  # fmt: skip
-    visible = torch.tensor([49, 42, 35, 28, 21, 14, 7])[:, None] >= torch.arange(50)
-    assert_close(some, weights.mean(2).sum(2) / visible.sum(0))
-    assert sampled_attention(q[:, :, :1], k[:, :, :1], 0.3).tolist() == [[[1.0], [1.0]]]
+    )
+    weights = scores.softmax(-1).mean(2)
+    assert_close(recent_attention(q, k, 0.3, window=7), weights[:, :, -7:].mean(2))
+    assert_close(recent_attention(q, k, 0.3), weights.mean(2))
+    ids, seen = tokens(1, 90), {}
+    observe(llama, ids, lambda i, layer: seen.update({i: layer}))
+    for i, layer in enumerate(hf.read_document(llama, ids)):
+        own = seen[i]
+        assert_close(layer.attention, recent_attention(own.queries, own.keys, own.softmax_scale))
 
 
 @pytest.mark.parametrize(("n_kept", "n_tokens"), [(1, 100), (3, 100), (4, 100), (97, 100), (2, 8)])

@@ -22,8 +22,8 @@ POINT = {
     "PREFIX_TOKENS": 48,
     "N_PASSAGES": 4,
     "SCORED_TOKENS": 12,
-    "CODECS": ["paper", "lean", "harmonic4+tq4@0"],
-    "KEY_OPTIONS": ["harmonic2", "harmonic4"],
+    "CODECS": ["paper", "lean", "tiered", "harmonic4+tq4@0"],
+    "KEY_OPTIONS": ["shaped2", "harmonic4"],
     "VALUE_OPTIONS": ["tq1", "tq3", "tq4"],
     "BUDGETS": [4, 9],
     "N_BOOT": 100,
@@ -141,6 +141,8 @@ def test_options_ascend_in_bytes() -> None:
 def test_names_are_presets_or_pairs() -> None:
     assert candidate("lean") == presets.codec("lean") == candidate("harmonic4+tq3")
     assert candidate("int8+tq2@8").n_sink == 8
+    assert candidate("tiered") == presets.codec("tiered") == candidate("shaped4-3+tq4-3")
+    assert candidate("shaped") == presets.codec("shaped") == candidate("shaped4+tq3")
     with pytest.raises(ValueError, match=r"'x\+tq2': no codec 'x'; choose from: int8, affine2"):
         candidate("x+tq2")
     with pytest.raises(ValueError, match="no codec 'leen'; did you mean 'lean'"):

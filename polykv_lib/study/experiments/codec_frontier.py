@@ -8,7 +8,7 @@ of them are scored again, as pools read from their packed codes; nothing is chos
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,14 +22,15 @@ from polykv_lib.calibration.bits import choose_codecs
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
-from polykv_lib.quantize import FullPrecision, Quantizer
-from polykv_lib.quantize.base import encode
-from polykv_lib.study.experiments.codec_search import KEYS, N_SINK, VALUES, candidate
+from polykv_lib.pool.freeze import pieces_of
+from polykv_lib.quantize import FullPrecision
+from polykv_lib.study.experiments.codec_search import KEYS, N_SINK, VALUES, Side, candidate
 from polykv_lib.study.experiments.common import Say, Timer, dtype_name, facts, settings
 from polykv_lib.study.experiments.excerpts import passages
 from polykv_lib.study.experiments.frontier_rows import Costs, Plan, Score, plan_rows, rows
 from polykv_lib.study.record import Outcome
 
+PLAIN: Final[dict[str, Side]] = {"keys": FullPrecision(), "values": FullPrecision()}
 Single = Float[ndarray, "layer option"]  # KL of one layer's side stored alone, nats a token
 
 
@@ -49,7 +50,7 @@ class Settings:
     n_boot: int
 
     @property
-    def sides(self) -> dict[str, dict[str, Quantizer]]:
+    def sides(self) -> dict[str, dict[str, Side]]:
         """The codecs that a layer may get for its keys, and for its values, by name."""
         return {
             "keys": {name: KEYS[name] for name in self.key_options},
@@ -150,11 +151,10 @@ def _scores(model: Any, passage: Passage, role: str, named: Named) -> Iterator[S
 def _single_layer(model: Any, passage: Passage, point: Settings) -> dict[str, Single]:
     """KL of the window with one layer's keys (or values) stored by each option, the rest full."""
     layers = passage.layers
-    plain = {"keys": FullPrecision(), "values": FullPrecision()}
     found = {}
     for side, options in point.sides.items():
         changed = (
-            (i, hf.read_back(layer, **plain | {side: codec}, n_sink=N_SINK))
+            (i, hf.read_back(layer, **PLAIN | {side: codec}, n_sink=N_SINK))
             for i, layer in enumerate(layers)
             for codec in options.values()
         )
@@ -164,14 +164,17 @@ def _single_layer(model: Any, passage: Passage, point: Settings) -> dict[str, Si
 
 
 def _costs(layer: LayerKV, point: Settings) -> Costs:
-    """Bits a number of every option, counted from a layer's stored keys."""
-    x = layer.keys[:, :, N_SINK:]
+    """Bits a number of every option, counted from a layer that is stored so, without its sinks."""
 
-    def bits(codec: Quantizer) -> float:
-        return encode(codec, x, layer.moments).nbytes * 8 / x.numel()
+    def bits(side: str, codec: Side) -> float:
+        stored = PLAIN | {side: codec}
+        pieces = list(pieces_of(layer, stored["keys"], stored["values"], N_SINK, None))[1:]
+        held = [getattr(piece, side).data.nbytes for piece in pieces]
+        placed = [piece.where.nbytes for piece in pieces if piece.where is not None]
+        return 8 * sum(held + placed) / layer.keys[:, :, N_SINK:].numel()
 
     return {
-        side: {name: bits(codec) for name, codec in options.items()}
+        side: {name: bits(side, codec) for name, codec in options.items()}
         for side, options in point.sides.items()
     }
 
@@ -190,6 +193,6 @@ def _plan(means: Mapping[str, Single], costs: Costs, bits: int | float) -> Plan:
     }
 
 
-def _codecs(plan: Plan, point: Settings) -> tuple[list[Quantizer], list[Quantizer], int]:
+def _codecs(plan: Plan, point: Settings) -> tuple[list[Side], list[Side], int]:
     keys, values = ([point.sides[side][name] for name in plan[side]] for side in plan)
     return keys, values, N_SINK

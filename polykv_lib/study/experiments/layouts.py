@@ -6,6 +6,7 @@ The pools that are really built are counted from their tensors; both must agree 
 from math import ceil
 
 from polykv_lib.kv import Geometry
+from polykv_lib.pool.tiered import Tiered, tiers
 from polykv_lib.presets import Codec
 from polykv_lib.quantize import (
     Affine,
@@ -24,10 +25,13 @@ def pool_bytes(codec: Codec, geometry: Geometry, n_tokens: int) -> int:
     """Bytes of keys and values of a whole pool; the document's token ids are not part of it."""
     lossless = codec.keys == codec.values == FullPrecision()
     n_sink = 0 if lossless else min(codec.n_sink, n_tokens)
-    sides = (codec.keys, codec.values)
-    sinks = sum(side_bytes(FullPrecision(), geometry, n_sink) for _ in sides)
-    rest = sum(side_bytes(side, geometry, n_tokens - n_sink) for side in sides)
-    return geometry.n_layers * (sinks + rest)
+    of_layer = 2 * side_bytes(FullPrecision(), geometry, n_sink)
+    ranked = any(isinstance(side, Tiered) for side in (codec.keys, codec.values))
+    for start, stop, *sides in tiers(codec.keys, codec.values, n_tokens - n_sink):
+        of_layer += sum(side_bytes(side, geometry, stop - start) for side in sides)
+        if ranked:  # which tokens: numbers, or a bit for each of the document's
+            of_layer += geometry.n_kv_heads * min(4 * (stop - start), ceil(n_tokens / 8))
+    return geometry.n_layers * of_layer
 
 
 def side_bytes(codec: Quantizer, geometry: Geometry, n_tokens: int) -> int:

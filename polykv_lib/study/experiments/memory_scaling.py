@@ -132,15 +132,21 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
 ) -> SharedKVPool:
-    """A pool in the shape of a model, from random keys and values.
+    """A pool in the shape of a model, from random keys and values, at which no query looks.
 
     Every layer gets the same numbers, since no size depends on them, and is compressed for itself.
     """
     chosen, source = codec_of(codec), torch.Generator().manual_seed(seed)
     shape = (1, geometry.n_kv_heads, n_tokens, geometry.head_dim)
     keys, values = (torch.randn(shape, generator=source).to(device, dtype) for _ in range(2))
+    layer = LayerKV(
+        keys=keys,
+        values=values,
+        moments=keys.new_zeros(*shape[:2], shape[-1], shape[-1]),
+        attention=keys.new_zeros(shape[:3]),
+    )
     return freeze(
-        [LayerKV(keys=keys, values=values)] * geometry.n_layers,
+        [layer] * geometry.n_layers,
         keys=chosen.keys,
         values=chosen.values,
         n_sink=chosen.n_sink,
