@@ -61,10 +61,10 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "lean": lambda: _lean(4, 3),
     # The same bytes as `lean`, keys coded for small errors of scores.
     "shaped": lambda: Codec(keys=_shaped(4), values=_spare(3), n_sink=4),
-    # One bit more for the eighth of the tokens at which the document's last queries looked most.
+    # More bits for the quarter of the tokens at which the document's last queries looked most.
     "tiered": lambda: Codec(
-        keys=Tiered((_shaped(4), _shaped(3)), (0.125,)),
-        values=Tiered((_spare(4), _spare(3)), (0.125,)),
+        keys=Tiered((_shaped(4), _shaped(3)), (0.25,)),
+        values=Tiered((_spare(4), _spare(2)), (0.25,)),
         n_sink=4,
     ),
     # Fewer bits, for layers that lose little by it; without harmonics, which cost as many bytes

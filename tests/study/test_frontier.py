@@ -141,7 +141,7 @@ def test_options_ascend_in_bytes() -> None:
 def test_names_are_presets_or_pairs() -> None:
     assert candidate("lean") == presets.codec("lean") == candidate("harmonic4+tq3")
     assert candidate("int8+tq2@8").n_sink == 8
-    assert candidate("tiered") == presets.codec("tiered") == candidate("shaped4-3+tq4-3")
+    assert candidate("tiered") == presets.codec("tiered") == candidate("shaped4-3+tq4-2")
     assert candidate("shaped") == presets.codec("shaped") == candidate("shaped4+tq3")
     with pytest.raises(ValueError, match=r"'x\+tq2': no codec 'x'; choose from: int8, affine2"):
         candidate("x+tq2")

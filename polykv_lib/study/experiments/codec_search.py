@@ -29,16 +29,17 @@ KEYS: Final[dict[str, Side]] = {
     "harmonic4-half": HarmonicTurboQuant(4),
     **{f"shaped{b}": codec for b, codec in _SHAPED.items()},
     **{f"shaped-tq{b}": TurboQuant(b, norms="byte", shaped=True) for b in (2, 3, 4)},
-    "shaped4-3": Tiered((_SHAPED[4], _SHAPED[3]), (0.125,)),
+    "shaped4-3": Tiered((_SHAPED[4], _SHAPED[3]), (0.25,)),
+    "shaped4-3-eighth": Tiered((_SHAPED[4], _SHAPED[3]), (0.125,)),
     "full": FullPrecision(),
 }
 VALUES: Final[dict[str, Side]] = {
     **{f"tq{b}": codec for b, codec in _TURBO.items()},
     "tq3-unmatched": TurboQuant(3, norms="byte"),
     "tq3-half": TurboQuant(3, match_norm=True),
-    "tq4-3": Tiered((_TURBO[4], _TURBO[3]), (0.125,)),
-    "tq4-2": Tiered((_TURBO[4], _TURBO[2]), (0.125,)),
-    "tq4-3-2": Tiered((_TURBO[4], _TURBO[3], _TURBO[2]), (0.125, 0.25)),
+    "tq4-2": Tiered((_TURBO[4], _TURBO[2]), (0.25,)),
+    "tq4-3": Tiered((_TURBO[4], _TURBO[3]), (0.25,)),
+    "tq4-2-eighth": Tiered((_TURBO[4], _TURBO[2]), (0.125,)),
     **{f"affine{b}": Affine(b, 32, "channel") for b in (2, 3, 4)},
     "full": FullPrecision(),
 }
