@@ -48,6 +48,8 @@ LOOKS = {
     "compact": Look(label="compact", colour="#0B8A8A", marker="*", line="-"),
     "by layer": Look(label="codecs by layer", colour="#332288", marker="."),
     "lean": Look(label="lean", colour="#228855", marker="p", line="-"),
+    "shaped": Look(label="shaped", colour="#7A4FBF", marker="P", line="-"),
+    "tiered": Look(label="tiered", colour="#0B5FA5", marker="X", line="-"),
     "lean-3-2": Look(label="lean, 3 and 2 bits", colour="#228855", marker="2", line=":"),
     "lean-2-2": Look(label="lean, 2 bits", colour="#66AA88", marker="3", line=":"),
     "spare-3-2": Look(label="spare, 3 and 2 bits", colour="#CCAA77", marker="+", line=":"),
