@@ -2,14 +2,7 @@
 
 from polykv_lib.hf.attention import prepare
 from polykv_lib.hf.baselines import PooledAgent, expanded_cache, folded_cache, full_cache
-from polykv_lib.hf.build import (
-    build_pool,
-    evict_document,
-    load_pool,
-    prefill,
-    read_document,
-    share,
-)
+from polykv_lib.hf.build import build_pool, load_pool, prefill, share
 from polykv_lib.hf.caches import AgentCache, dense_bytes
 from polykv_lib.hf.calibration import calibrate
 from polykv_lib.hf.evicting import EvictingCache
@@ -19,6 +12,7 @@ from polykv_lib.hf.generate import ask, greedy, logits
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observed_cache
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
+from polykv_lib.hf.reading import evict_document, read_document
 from polykv_lib.hf.stored_alone import codec_kl, kl_of_each, read_back
 from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.hf.validation import evaluate_plans

@@ -1,7 +1,7 @@
 """Document -> pool, over a transformers model: prefill, compress, freeze; open a saved one."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,13 +9,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from polykv_lib.evict import Plan, Tally, counted, evict_each
-from polykv_lib.evict.attention import recent_attention
-from polykv_lib.evict.plan import Evicted
+from polykv_lib.evict import Plan
 from polykv_lib.hf import compat
 from polykv_lib.hf.caches import AgentCache
 from polykv_lib.hf.checks import (
-    check_document,
     check_geometry,
     check_length,
     check_owner,
@@ -24,25 +21,12 @@ from polykv_lib.hf.checks import (
 )
 from polykv_lib.hf.evicting import EvictingCache, evicting_prefill
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
-from polykv_lib.hf.observe import observe
-from polykv_lib.kv import KeptTokens, LayerKV, Scores
+from polykv_lib.hf.reading import KeptByPlan, evict_document, read_document
+from polykv_lib.kv import KeptTokens, LayerKV
 from polykv_lib.pool import Codecs, SharedKVPool, Tiered, freeze, load
 from polykv_lib.quantize import FullPrecision, check_codec
-from polykv_lib.quantize.shaping import second_moments
 
 Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
-Seen = tuple[Tensor, Scores]  # of a layer's queries: their second moments, where they look
-
-
-class KeptByPlan(list[Sequence[KeptTokens]]):
-    """What a plan keeps, by layer and KV head.
-
-    `merged` has the layers that merging changed; `tallies` each layer's running numbers, over the
-    whole document, from which policies go on while a cache generates.
-    """
-
-    merged: dict[int, LayerKV]
-    tallies: Sequence[Mapping[Tally, Scores]]
 
 
 def build_pool(
@@ -158,67 +142,6 @@ def share(
 
 def _cache_factory(model: PreTrainedModel) -> Any:
     return partial(AgentCache, window=compat.attention_window(model))
-
-
-def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]:
-    """Keys and values of every layer from one prefill, without the vocabulary's logits.
-
-    What the document's queries say about it comes along: their second moments, for codecs with
-    shaped=True, and the attention that each token received, for codecs in tiers.
-
-    Raises:
-        ValueError: ids of another type or shape, or longer than the model's positions or window.
-    """
-    check_prepared(model)
-    check_document(model, document_ids)
-    layers, seen = observe(model, document_ids, lambda _, layer: _seen(layer))
-    return _with(layers, seen)
-
-
-def _seen(layer: LayerKV) -> Seen:
-    assert layer.queries is not None
-    moments = second_moments(layer.queries, layer.keys.shape[1])
-    return moments, recent_attention(layer.queries, layer.keys, layer.softmax_scale)
-
-
-def _with(layers: Sequence[LayerKV], seen: Sequence[Seen]) -> list[LayerKV]:
-    return [
-        replace(layer, moments=moments, attention=attention)
-        for layer, (moments, attention) in zip(layers, seen, strict=True)
-    ]
-
-
-def evict_document(
-    model: PreTrainedModel, document_ids: Tensor, plans: Sequence[Plan]
-) -> tuple[list[LayerKV], list[KeptByPlan]]:
-    """Keys and values from one prefill, and what each plan keeps of them, layer by layer and head.
-
-    Raises:
-        ValueError: as `read_document`, or a plan that was made for another model.
-    """
-    check_prepared(model)
-    check_document(model, document_ids)
-    config = model.config.get_text_config()
-    for plan in plans:
-        check_plan(plan)
-        plan.check(config.num_hidden_layers, config.num_key_value_heads)
-
-    def see(i: int, layer: LayerKV) -> tuple[list[Evicted], Mapping[Tally, Scores], Seen]:
-        layer = counted(layer, (own.policy for plan in plans for own in plan.phases_of(i)))
-        evicted = evict_each([plan.layers[i] for plan in plans], layer)
-        return evicted, layer.tallies, _seen(layer)
-
-    layers, seen = observe(model, document_ids, see)
-    of_layers, tallies, found = zip(*seen, strict=True)
-    of_plans = zip(*of_layers, strict=True)
-    return _with(layers, found), [_kept(of_plan, tallies) for of_plan in of_plans]
-
-
-def _kept(of_layers: Sequence[Evicted], tallies: Sequence[Mapping[Tally, Scores]]) -> KeptByPlan:
-    kept = KeptByPlan(tokens for tokens, _ in of_layers)
-    kept.merged = {i: m for i, (_, m) in enumerate(of_layers) if m is not None}
-    kept.tallies = tallies
-    return kept
 
 
 def held_cache(

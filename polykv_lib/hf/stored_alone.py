@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from polykv_lib.calibration import EncodedItem
 from polykv_lib.hf.baselines import full_cache
-from polykv_lib.hf.build import read_document
+from polykv_lib.hf.reading import read_document
 from polykv_lib.hf.resumed import FullLayer
 from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.kv import LayerKV
