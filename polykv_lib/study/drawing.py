@@ -90,7 +90,7 @@ LOOKS = {
     "inverse": Look(label="the opposite", colour="#EE6677", marker="v"),
     "shuffled": Look(label="other layers, mean", colour="#888888", marker="x"),
     "joint": Look(label="joint plan", colour="#4477AA", marker="D"),
-    "codec alone": Look(label="codecs alone", colour="#EE6677", marker="o"),
+    "codec alone": Look(label="codecs alone", colour="#994411", marker="v"),
     "best single, full": Look(label="best single, bf16", colour="#444444", marker="s", line=":"),
     "best single, quantised": Look(
         label="best single, quantised", colour="#888888", marker="p", line="-."
