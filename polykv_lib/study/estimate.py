@@ -41,6 +41,7 @@ class Rates(NamedTuple):
 
 T4: Final = Rates(20e12, 200e9)  # of 65 TFLOP/s in float16 and 320 GB/s
 CPU: Final = Rates(80e9, 5e9)  # of one core, from the stored offline points
+CPU_AVX2: Final = Rates(30e9, 5e9)  # of one x86 core without AVX-512, from two of them
 MAX_CORES: Final = 4  # more do not help models that small
 
 
@@ -73,13 +74,14 @@ def this_machine() -> Machine:
     """The GPUs that the driver reports, else this CPU, on which models are in float32."""
     found = platform.gpus()
     if not found:
+        core = CPU_AVX2 if platform.lacks_avx512() else CPU
         n_cores = min(MAX_CORES, int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
         return Machine(
             name=f"a CPU, {n_cores} cores counted" if n_cores > 1 else "one CPU core",
             n_devices=1,
             memory=psutil.virtual_memory().total,
             element_bytes=4,
-            rates=Rates(n_cores * CPU.flop_s, n_cores * CPU.bytes_s),
+            rates=Rates(n_cores * core.flop_s, n_cores * core.bytes_s),
             is_gpu=False,
         )
     return Machine(

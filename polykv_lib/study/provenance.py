@@ -31,6 +31,7 @@ def describe() -> dict[str, Any]:
         "image": _first_line(Path("/etc/build_date")),
         "os": f"{host.system()} {host.release()}",
         "cpu": cpu_model(),
+        "cpu_lacks_avx512": platform.lacks_avx512(),
         "cpu_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [
