@@ -7,13 +7,12 @@ from typing import Final
 
 from polykv_lib.evict import Plan
 from polykv_lib.kv import Geometry
-from polykv_lib.pool import Tiered
+from polykv_lib.pool import Side, Tiered
 from polykv_lib.quantize import (
     Affine,
     FullPrecision,
     HarmonicTurboQuant,
     Int8,
-    Quantizer,
     TurboQuant,
 )
 
@@ -22,8 +21,8 @@ from polykv_lib.quantize import (
 class Codec:
     """How a pool stores keys and values, and how many first tokens it leaves in full precision."""
 
-    keys: Quantizer | Tiered
-    values: Quantizer | Tiered
+    keys: Side
+    values: Side
     n_sink: int = 0
 
 
@@ -105,7 +104,7 @@ def codec(name: str) -> Codec:
     return CODECS[name]()
 
 
-def of_plan(plan: Plan) -> tuple[list[Quantizer | Tiered], list[Quantizer | Tiered], int]:
+def of_plan(plan: Plan) -> tuple[list[Side], list[Side], int]:
     """Key codecs and value codecs of a plan's layers, and the sinks that all of them leave alone.
 
     These are `build_pool`'s `keys`, `values` and `n_sink`. A layer without a codec is not

@@ -16,13 +16,13 @@ from polykv_lib.hf.resumed import FullLayer
 from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
+from polykv_lib.pool import Side
 from polykv_lib.pool.freeze import pieces_of
 from polykv_lib.pool.pieces import dense
-from polykv_lib.pool.tiered import Codec
 from polykv_lib.quantize import FullPrecision
 
 
-def read_back(layer: LayerKV, keys: Codec, values: Codec, n_sink: int) -> LayerKV:
+def read_back(layer: LayerKV, keys: Side, values: Side, n_sink: int) -> LayerKV:
     """The layer as a pool returns it: all but its first tokens stored and decoded."""
     k, v = dense(list(pieces_of(layer, keys, values, n_sink, None)))
     return LayerKV(keys=k[None], values=v[None])

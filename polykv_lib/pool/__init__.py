@@ -4,13 +4,14 @@ from polykv_lib.pool.freeze import Codecs, freeze
 from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import SharedKVPool, load
 from polykv_lib.pool.sizes import layer_nbytes
-from polykv_lib.pool.tiered import Tiered
+from polykv_lib.pool.tiered import Side, Tiered
 
 __all__ = [
     "Codecs",
     "Piece",
     "PoolError",
     "SharedKVPool",
+    "Side",
     "Stored",
     "Tiered",
     "freeze",

@@ -10,11 +10,11 @@ from torch import Tensor
 from polykv_lib.kv import Geometry, KeptTokens, LayerKV
 from polykv_lib.pool.pieces import Piece, PoolError, Stored, located
 from polykv_lib.pool.shared import CacheFactory, SharedKVPool
-from polykv_lib.pool.tiered import Codec, Tiered, tiers
+from polykv_lib.pool.tiered import Side, Tiered, tiers
 from polykv_lib.quantize import FullPrecision, Quantizer
 from polykv_lib.quantize.base import all_finite, encode
 
-Codecs: TypeAlias = Codec | Sequence[Codec]  # for every layer, or one a layer
+Codecs: TypeAlias = Side | Sequence[Side]  # for every layer, or one a layer
 _MISMATCH = "{} codecs of {} for {} layers; pass one codec, or one for each layer."
 
 
@@ -82,7 +82,7 @@ def freeze(
     )
 
 
-def _of_layer(codecs: Codecs, name: str, index: int) -> Codec:
+def _of_layer(codecs: Codecs, name: str, index: int) -> Side:
     if not isinstance(codecs, Sequence):
         return codecs
     if index >= len(codecs):
@@ -116,8 +116,8 @@ def _check_finite(layer: LayerKV, index: int) -> None:
 
 def pieces_of(
     layer: LayerKV,
-    key_codec: Codec,
-    value_codec: Codec,
+    key_codec: Side,
+    value_codec: Side,
     n_sink: int,
     kept: Sequence[KeptTokens] | None,
 ) -> Iterator[Piece]:
@@ -140,20 +140,17 @@ def pieces_of(
     for (n_sinks_kept, n_kept), heads in groups.items():
         positions = torch.stack([kept[head] for head in heads])
         sinks, rest = positions.split([n_sinks_kept, n_kept - n_sinks_kept], dim=1)
-        rank = None
         if ranked:
             assert layer.attention is not None
             received = layer.attention[0, heads].gather(1, rest)
-            rank = received.argsort(dim=-1, descending=True, stable=True)
-        lossless = FullPrecision(), FullPrecision()
-        parts = [(sinks, *lossless)]
+            rest = rest.gather(1, received.argsort(dim=-1, descending=True, stable=True))
+        evicted = n_kept < n_tokens  # else tokens are consecutive, but in tiers: nothing to note
+        parts = [(sinks, evicted, FullPrecision(), FullPrecision())]
         for start, stop, *codecs in tiers(key_codec, value_codec, rest.shape[1]):
-            chosen = rest if rank is None else rest.gather(1, rank[:, start:stop]).sort(-1).values
-            parts.append((chosen, *codecs))
-        for chosen, *codecs in parts:
+            chosen = rest[:, start:stop].sort(-1).values if ranked else rest
+            parts.append((chosen, evicted or ranked, *codecs))
+        for chosen, noted, *codecs in parts:
             if chosen.shape[1]:
-                # Heads that keep every token hold consecutive ones: nothing to note.
-                noted = n_kept < n_tokens or (rank is not None and chosen is not sinks)
                 yield _piece(layer, heads if len(heads) < n_heads else None, chosen, noted, *codecs)
 
 

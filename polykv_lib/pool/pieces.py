@@ -131,7 +131,7 @@ def dense(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
         torch.cat([getattr(piece, side).dense() for piece in pieces], dim=-2)
         for side in ("keys", "values")
     )
-    if all(piece.positions is None for piece in pieces):
+    if all(piece.where is None for piece in pieces):
         return keys, values
     order = torch.cat([_places(piece, keys.shape[0]) for piece in pieces], dim=-1).argsort(-1)
     index = order[..., None].expand_as(keys)

@@ -44,11 +44,11 @@ class Tiered:
         return [*(round(share * n_tokens) for share in sums), n_tokens]
 
 
-Codec: TypeAlias = Quantizer | Tiered
+Side: TypeAlias = Quantizer | Tiered  # of all keys, or all values, of a layer
 
 
 def tiers(
-    keys: Codec, values: Codec, n_tokens: int
+    keys: Side, values: Side, n_tokens: int
 ) -> Iterator[tuple[int, int, Quantizer, Quantizer]]:
     """(start, stop, key codec, value codec) of a ranking's parts in which neither codec changes."""
     sides = [_parts(codec, n_tokens) for codec in (keys, values)]
@@ -57,7 +57,7 @@ def tiers(
         yield start, stop, key, value
 
 
-def _parts(codec: Codec, n_tokens: int) -> list[tuple[Quantizer, int]]:
+def _parts(codec: Side, n_tokens: int) -> list[tuple[Quantizer, int]]:
     if not isinstance(codec, Tiered):
         return [(codec, n_tokens)]
     return list(zip(codec.codecs, codec.stops(n_tokens), strict=True))

@@ -86,10 +86,7 @@ def git_branch(root: Path) -> str | None:
 
 def cpu_model() -> str:
     """The processor's name as the system reports it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, host.processor() or host.machine())
+    return platform.cpu_field("model name") or host.processor() or host.machine()
 
 
 def now() -> str:

@@ -22,9 +22,10 @@ from polykv_lib.calibration.bits import choose_codecs
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
+from polykv_lib.pool import Side
 from polykv_lib.pool.freeze import pieces_of
 from polykv_lib.quantize import FullPrecision
-from polykv_lib.study.experiments.codec_search import KEYS, N_SINK, VALUES, Side, candidate
+from polykv_lib.study.experiments.codec_search import KEYS, N_SINK, VALUES, candidate
 from polykv_lib.study.experiments.common import Say, Timer, dtype_name, facts, settings
 from polykv_lib.study.experiments.excerpts import passages
 from polykv_lib.study.experiments.frontier_rows import Costs, Plan, Score, plan_rows, rows

@@ -1,21 +1,19 @@
 """The codecs that the frontier searches: pairs of a key and a value codec, and protected tokens."""
 
 import re
-from typing import Final, TypeAlias
+from typing import Final
 
 from polykv_lib import presets
-from polykv_lib.pool import Tiered
+from polykv_lib.pool import Side, Tiered
 from polykv_lib.presets import Codec
 from polykv_lib.quantize import (
     Affine,
     FullPrecision,
     HarmonicTurboQuant,
     Int8,
-    Quantizer,
     TurboQuant,
 )
 
-Side: TypeAlias = Quantizer | Tiered
 _SHAPED: Final = {b: HarmonicTurboQuant(b, norms="byte", shaped=True) for b in (2, 3, 4)}
 _TURBO: Final = {b: TurboQuant(b, match_norm=True, norms="byte") for b in (1, 2, 3, 4)}
 
