@@ -38,7 +38,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 matrix:
 	$(PYTHON) env/matrix.py $(ARGS)

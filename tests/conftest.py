@@ -47,6 +47,11 @@ def local_only(connect: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest goes first, so that the other workers do the rest meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_smoke.py")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_network() -> Iterator[None]:
     """Papermill talks to its kernels over loopback; everything further away is an error."""

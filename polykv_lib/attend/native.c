@@ -6,10 +6,13 @@
 //     lse   = max s + log2 sum_t p[t]
 //
 // Blocks of 64 tokens, softmax online (FlashAttention, arXiv:2205.14135). A row of q is a sum of
-// int8 digits, q = unit (d0 + d1 / 254 + d2 / 254^2), so that q . k is exact in int32 (VNNI): two
-// digits hold 15 bits of it, three 23. Levels are exact in bf16; a weight p * gain is a sum of one
-// or two bf16 numbers, of 8 bits each. Sums are int32 and fp32. Loads and stores of q, keys, codes,
-// gains and out need no alignment: a pool may be a mapped file.
+// int8 digits, q = unit (d0 + d1 / 254 + d2 / 254^2), so that q . k is exact in int32: two digits
+// hold 15 bits of it, three 23. Levels are exact in bf16; a weight p * gain is a sum of one or two
+// bf16 numbers, of 8 bits each. Sums are int32 and fp32. Loads and stores of q, keys, codes, gains
+// and out need no alignment: a pool may be a mapped file.
+//
+// Both products are made in tiles of 16 rows by AMX, or six rows at a time by VNNI and BF16 of
+// AVX-512; the numbers lie in memory alike. -DNO_AMX leaves AMX out.
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -22,11 +25,15 @@
 #define THREAD 0
 #endif
 
-enum { BLOCK = 64, TILE = 6, VECTORS = BLOCK / 16, MAX_DIGITS = 3, MAX_TERMS = 2 };
-#define EACH_VECTOR(M, r) M(r, 0) M(r, 1) M(r, 2) M(r, 3)
-// Rows and vectors by name, so that every accumulator is a register.
-#define EACH(M) EACH_VECTOR(M, 0) EACH_VECTOR(M, 1) EACH_VECTOR(M, 2) \
-                EACH_VECTOR(M, 3) EACH_VECTOR(M, 4) EACH_VECTOR(M, 5)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && !defined(NO_AMX)
+#define AMX
+#define INSTRUCTIONS "AMX"
+enum { TILE = 16, KEY_BIAS = 0 };
+#else
+#define INSTRUCTIONS "AVX-512"
+enum { TILE = 6, KEY_BIAS = 128 };  // VNNI multiplies bytes without a sign by bytes with one
+#endif
+enum { BLOCK = 64, VECTORS = BLOCK / 16, MAX_DIGITS = 3, MAX_TERMS = 2 };
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef struct {
@@ -60,7 +67,7 @@ static __m512 exp2_ps(__m512 x) {  // relative error 2e-9 before rounding; 0 bel
 
 static float exp2_one(float x) { return _mm512_cvtss_f32(exp2_ps(_mm512_set1_ps(x))); }
 
-// Digits of a row, the row's unit and, for each digit, what the keys' bias of 128 adds to products.
+// Digits of a row, the row's unit and, for each digit, what the keys' bias adds to products.
 static float to_digits(const float *x, int64_t dim, int digits, int8_t *digit, int32_t *bias) {
   __m512 largest = _mm512_setzero_ps();
   for (int64_t d = 0; d < dim; d += 16)
@@ -79,14 +86,14 @@ static float to_digits(const float *x, int64_t dim, int digits, int8_t *digit, i
       y = _mm512_mul_ps(_mm512_sub_ps(y, _mm512_cvtepi32_ps(c)), _mm512_set1_ps(254.f));
     }
   }
-  for (int i = 0; i < digits; i++) bias[i] = 128 * _mm512_reduce_add_epi32(sum[i]);
+  for (int i = 0; i < digits; i++) bias[i] = KEY_BIAS * _mm512_reduce_add_epi32(sum[i]);
   return unit + _mm512_reduce_add_ps(nan);
 }
 
-// 16 tokens x 64 channels of int8 -> [4 channels][token] dwords of bytes biased by 128.
+// 16 tokens x 64 channels of int8 -> [4 channels][token] dwords of bytes, biased.
 static void transpose(const int8_t *from, int64_t dim, uint8_t *to) {
   __m512i r[16], t[16];
-  const __m512i bias = _mm512_set1_epi8((char)0x80);
+  const __m512i bias = _mm512_set1_epi8((char)KEY_BIAS);
   for (int i = 0; i < 16; i++) r[i] = _mm512_xor_si512(_mm512_loadu_si512(from + i * dim), bias);
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -164,7 +171,70 @@ static void unpack(const uint8_t *words, const uint8_t *tops, const Task *a, con
     }
 }
 
-// Products of six digit rows with a block's keys, less the bias.
+// Two steps, each with AMX and without:
+//
+// multiply_keys: products of TILE digit rows with a block's keys, less the bias.
+// multiply_values: sum = sum * shrink + weights times levels, for TILE rows and 64 channels.
+
+#ifdef AMX
+#define EACH_TILE(M) M(0) M(1) M(2) M(3)
+#define WRITTEN __asm__ volatile("" ::: "memory")  // GCC 12 does not know that tiles read memory
+
+static void open_tiles(void) {
+  const struct { uint8_t palette, row, zero[14]; uint16_t bytes[16]; uint8_t rows[16]; } eight = {
+    1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+  WRITTEN;
+  _tile_loadconfig(&eight);
+}
+
+static void close_tiles(void) { _tile_release(); }
+
+static void multiply_keys(const int8_t *digit, const int32_t *bias, const uint8_t *keys,
+                          int64_t dim, int32_t to[TILE][BLOCK]) {
+  (void)bias;
+  WRITTEN;
+#define ZERO(i) _tile_zero(i);
+#define DOT(i) _tile_loadd(5, keys + i * 16 * dim + 16 * d, 64); _tile_dpbssd(i, 4, 5);
+#define PRODUCTS(i) _tile_stored(i, to[0] + 16 * i, sizeof to[0]);
+  EACH_TILE(ZERO)
+  for (int64_t d = 0; d < dim; d += 64) {
+    _tile_loadd(4, digit + d, dim);
+    EACH_TILE(DOT)
+  }
+  EACH_TILE(PRODUCTS)
+}
+
+static void multiply_values(const uint16_t weight[MAX_TERMS][TILE][BLOCK], int terms,
+                            const float *shrink, const uint16_t *values, int64_t dim, float *sum) {
+#define SUM(i) _tile_loadd(i, sum + 16 * i, 4 * dim);
+#define DOT_BF16(i) \
+    _tile_loadd(5, values + 2 * (t * dim + 16 * i), 4 * dim); _tile_dpbf16ps(i, 4, 5);
+#define SUMS(i) _tile_stored(i, sum + 16 * i, 4 * dim);
+  for (int r = 0; r < TILE; r++)
+    for (int i = 0; shrink[r] != 1 && i < 64; i += 16) {
+      float *at = sum + r * dim + i;
+      _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(shrink[r])));
+    }
+  WRITTEN;
+  EACH_TILE(SUM)
+  for (int term = 0; term < terms; term++)
+    for (int t = 0; t < BLOCK / 2; t += 16) {
+      _tile_loadd(4, weight[term][0] + 2 * t, sizeof weight[0][0]);
+      EACH_TILE(DOT_BF16)
+    }
+  EACH_TILE(SUMS)
+}
+
+#else
+static void open_tiles(void) {}
+
+static void close_tiles(void) {}
+
+// Rows and vectors by name, so that every accumulator is a register.
+#define EACH_VECTOR(M, r) M(r, 0) M(r, 1) M(r, 2) M(r, 3)
+#define EACH(M) EACH_VECTOR(M, 0) EACH_VECTOR(M, 1) EACH_VECTOR(M, 2) \
+                EACH_VECTOR(M, 3) EACH_VECTOR(M, 4) EACH_VECTOR(M, 5)
+
 static void multiply_keys(const int8_t *digit, const int32_t *bias, const uint8_t *keys,
                           int64_t dim, int32_t to[TILE][BLOCK]) {
 #define BIAS(r, i) __m512i x##r##i = _mm512_set1_epi32(-bias[r]);
@@ -183,7 +253,6 @@ static void multiply_keys(const int8_t *digit, const int32_t *bias, const uint8_
   EACH(PRODUCTS)
 }
 
-// sum = sum * shrink + weights times levels, for six rows and 64 channels.
 static void multiply_values(const uint16_t weight[MAX_TERMS][TILE][BLOCK], int terms,
                             const float *shrink, const uint16_t *values, int64_t dim, float *sum) {
 #define SUM(r, i) __m512 x##r##i = \
@@ -203,16 +272,18 @@ static void multiply_values(const uint16_t weight[MAX_TERMS][TILE][BLOCK], int t
     }
   EACH(SUMS)
 }
+#endif
 
 // A row's products with a block of n tokens -> its weights; returns what earlier sums shrink by.
-static float weigh(const int32_t product[][BLOCK], Row *row, const Task *a, const float *gain,
-                   int64_t n, uint16_t weight[][TILE][BLOCK]) {
+static inline __attribute__((always_inline)) float weigh(  // faster where digits are constants
+    const int32_t product[][BLOCK], Row *row, const float *gain, int64_t n, int64_t digits,
+    int64_t terms, uint16_t weight[][TILE][BLOCK]) {
   __m512 s[VECTORS], top = _mm512_set1_ps(row->max), sum = _mm512_setzero_ps();
   for (int i = 0; i < VECTORS; i++) {
     const __m512i *of = (const __m512i *)product + i;  // the next digit's are VECTORS further
-    s[i] = _mm512_cvtepi32_ps(
-        _mm512_add_epi32(_mm512_mullo_epi32(of[0], _mm512_set1_epi32(254)), of[VECTORS]));
-    if (a->digits == 3)
+    s[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of[0]), _mm512_set1_ps(254.f),
+                           _mm512_cvtepi32_ps(of[VECTORS]));
+    if (digits == 3)
       s[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of[2 * VECTORS]), _mm512_set1_ps(1 / 254.f), s[i]);
     s[i] = _mm512_mul_ps(s[i], _mm512_set1_ps(row->unit / 254));
     const int64_t left = n - 16 * i;
@@ -220,12 +291,13 @@ static float weigh(const int32_t product[][BLOCK], Row *row, const Task *a, cons
     s[i] = _mm512_mask_blend_ps(here, _mm512_set1_ps(-INFINITY), s[i]);
     top = _mm512_max_ps(top, s[i]);
   }
-  const float max = _mm512_reduce_max_ps(top), shrink = exp2_one(row->max - max);
+  const float max = _mm512_reduce_max_ps(top);
+  const float shrink = max == row->max ? 1 : exp2_one(row->max - max);
   for (int i = 0; i < VECTORS; i++) {
     s[i] = exp2_ps(_mm512_sub_ps(s[i], _mm512_set1_ps(max)));
     sum = _mm512_add_ps(sum, s[i]);
     s[i] = _mm512_mul_ps(s[i], _mm512_loadu_ps(gain + 16 * i));
-    for (int term = 0; term < a->terms; term++) {
+    for (int term = 0; term < terms; term++) {
       const __m256i half = (__m256i)_mm512_cvtneps_pbh(s[i]);
       _mm256_store_si256((__m256i *)weight[term][0] + i, half);
       s[i] = _mm512_sub_ps(s[i], (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
@@ -243,17 +315,19 @@ static int64_t tiled(const Task *a) { return (a->rows + TILE - 1) / TILE * TILE;
 static void attend_span(const Task *a, const Table *table, int64_t head, int64_t from, int64_t to,
                         Part part, uint8_t *scratch) {
   const int64_t dim = a->dim, rows = tiled(a), wide = dim * (a->bits == 3 ? 2 : a->bits) / 8;
-  const int64_t narrow = a->bits == 3 ? dim / 8 : 0;
+  const int64_t narrow = a->bits == 3 ? dim / 8 : 0, coarse = a->digits == 2 && a->terms == 1;
   int32_t product[TILE * MAX_DIGITS][BLOCK] ALIGNED;
-  uint16_t weight[MAX_TERMS][TILE][BLOCK] ALIGNED, *values = (uint16_t *)(scratch + BLOCK * dim);
-  float shrink[TILE], short_gain[BLOCK] = {0};
+  uint16_t weight[MAX_TERMS][TILE][BLOCK] ALIGNED = {0};
+  uint16_t *values = (uint16_t *)(scratch + BLOCK * dim);
+  float shrink[TILE] = {0}, short_gain[BLOCK] = {0};
+  open_tiles();
   memset(part.digit, 0, rows * a->digits * dim);
   memset(part.bias, 0, 4 * rows * a->digits);
   memset(part.sum, 0, 4 * rows * dim);
-  for (int64_t m = 0; m < rows; m++) {
+  for (int64_t m = 0; m < a->rows; m++) {
     const int64_t i = m * a->digits;
-    const float unit = m >= a->rows ? 1 : to_digits(a->q + (head * a->rows + m) * dim, dim,
-                                                    a->digits, part.digit + i * dim, part.bias + i);
+    const float unit = to_digits(a->q + (head * a->rows + m) * dim, dim, a->digits,
+                                 part.digit + i * dim, part.bias + i);
     part.row[m] = (Row){-INFINITY, 0 * unit, unit};  // a total of NaN where q is not finite
   }
   for (int64_t t = from; t < to; t += BLOCK) {
@@ -272,20 +346,21 @@ static void attend_span(const Task *a, const Table *table, int64_t head, int64_t
       for (int c = 0; c < dim / 64; c++)
         transpose(keys + 16 * i * dim + 64 * c, dim, scratch + 16 * i * dim + 1024 * c);
     unpack(words, tops, a, table, values);
-    for (int64_t m = 0; m < rows; m += TILE) {
-      for (int64_t i = 0; i < a->digits; i++) {
-        const int64_t first = m * a->digits + TILE * i;
-        multiply_keys(part.digit + first * dim, part.bias + first, scratch, dim,
-                      product + TILE * i);
-      }
-      for (int r = 0; r < TILE; r++)
-        shrink[r] = weigh(product + r * a->digits, part.row + m + r, a, gain, n,
-                          (void *)weight[0][r]);
+    for (int64_t m = 0; m < a->rows; m += TILE) {
+      const int64_t here = a->rows - m < TILE ? a->rows - m : TILE, first = m * a->digits;
+      for (int64_t i = 0; i < here * a->digits; i += TILE)
+        multiply_keys(part.digit + (first + i) * dim, part.bias + first + i, scratch, dim,
+                      product + i);
+#define WEIGH(digits, terms) \
+    weigh(product + r * digits, part.row + m + r, gain, n, digits, terms, (void *)weight[0][r])
+      for (int64_t r = 0; r < here; r++)
+        shrink[r] = coarse ? WEIGH(2, 1) : WEIGH(a->digits, a->terms);
       for (int c = 0; c < dim / 64; c++)
         multiply_values(weight, a->terms, shrink, values + 128 * c, dim,
                         part.sum + m * dim + 64 * c);
     }
   }
+  close_tiles();
 }
 
 // A row's spans, merged by their log-sum-exps and divided by the total.
@@ -301,6 +376,8 @@ static void merge(const Task *a, const Part *part, int64_t spans, int64_t head, 
   }
   a->lse[head * a->rows + m] = max + log2f(total);
 }
+
+const char polykv_instructions[8] = INSTRUCTIONS;
 
 // 0, or 1 if there is no memory. Threads share out heads times spans of tokens.
 int polykv_attend(const Task *a) {

@@ -1,9 +1,10 @@
 """Attention over packed keys and values in one C kernel, where compiler and CPU allow it.
 
 The kernel (native.c) unpacks, multiplies and weighs a block of tokens while it is in the CPU's
-cache; it needs AVX-512. The system's C compiler makes it on first use, in the user's cache folder,
-and every process checks it once against the plain equation. Without it torch computes the same;
-`status` says which and why. POLYKV_NATIVE=0 turns it off.
+cache; it needs AVX-512, and multiplies by AMX where there is that too. The system's C compiler
+makes it on first use, in the user's cache folder, and every process checks it once against the
+plain equation. Without it torch computes the same; `status` says which and why. POLYKV_NATIVE=0
+turns it off.
 """
 
 import ctypes
@@ -27,6 +28,8 @@ from polykv_lib.kv import Rows
 SOURCE: Final = Path(__file__).with_name("native.c")
 FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 NEEDED: Final = ("F", "BW", "VL", "VBMI", "VNNI", "BF16")  # of AVX-512
+TILES: Final = ("INT8", "BF16")  # of AMX
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 # Digits of a query and terms of a weight, at least as fine as the dtype itself.
 PRECISION: Final = {torch.bfloat16: (2, 1), torch.float16: (3, 2), torch.float32: (3, 2)}
 ERROR: Final = 1e-5  # of the check at the start, which uses the finest
@@ -46,11 +49,14 @@ class _Task(ctypes.Structure):
 
 
 def status() -> str:
-    """Whether the kernel is used: "on", or "off: " and why. Compiles and checks it once."""
+    """Whether the kernel is used: "on: " and by which instructions, or "off: " and why.
+
+    Compiles and checks it once.
+    """
     if os.environ.get("POLYKV_NATIVE") == "0":
         return "off: POLYKV_NATIVE=0"
     kernel = _kernel()
-    return kernel if isinstance(kernel, str) else "on"
+    return kernel if isinstance(kernel, str) else f"on: {kernel.instructions}"
 
 
 def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -70,7 +76,7 @@ def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor
     if not all(plane.is_contiguous() for plane in (*keys.planes, *values.planes)):
         return None
     gain = piece.values.gains(0, piece.n_tokens)
-    if gain is None or status() != "on":
+    if gain is None or not status().startswith("on"):
         return None
     q = piece.keys.to_levels(rows)
     found = _call(_kernel(), q, keys, values, gain, *PRECISION[dtype])
@@ -126,9 +132,12 @@ def _address(x: Tensor, dtype: torch.dtype, *shape: int) -> int:
 def _kernel() -> Any:
     """The compiled function, or what `status` says where there is none."""
     try:
-        kernel = ctypes.CDLL(str(_library())).polykv_attend
+        library = ctypes.CDLL(str(_library()))
     except (OSError, subprocess.SubprocessError, RuntimeError, ValueError) as error:
         return f"off: {error}"
+    kernel = library.polykv_attend
+    text = (ctypes.c_char * 8).in_dll(library, "polykv_instructions")
+    kernel.instructions = text.value.decode()
     kernel.argtypes, kernel.restype = [ctypes.POINTER(_Task)], ctypes.c_int
     return kernel if _error(kernel) < ERROR else "off: it differs from the plain equation"
 
@@ -143,6 +152,8 @@ def _library() -> Path:
     """
     compiler = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS]
     features = _run([*compiler, "-dM", "-E", "-x", "c", os.devnull])  # and the compiler's version
+    if all(f"__AMX_{name}__ " in features for name in TILES) and not _tiles_permitted():
+        compiler.append("-DNO_AMX")
     missing = [name for name in NEEDED if f"__AVX512{name}__ " not in features]
     if missing:
         raise RuntimeError(f"CPU or compiler lacks AVX-512 {', '.join(missing)}")
@@ -159,6 +170,11 @@ def _library() -> Path:
                 _run(command)  # one thread
             made.replace(library)
     return library
+
+
+def _tiles_permitted() -> bool:
+    """Linux's permission to use AMX, which a process asks for once for all its threads."""
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
 def _run(command: list[str]) -> str:

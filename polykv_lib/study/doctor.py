@@ -96,7 +96,7 @@ def _native() -> Check:
         status = native.status()
     except ImportError as error:
         status = f"off: {error}"
-    if status == "on":
+    if status.startswith("on"):
         return Check(status="ok", what="native attention", found=status)
     advice = "torch computes the same, slower; for the kernel: a C compiler and AVX-512"
     return Check(status="note", what="native attention", found=status, advice=advice)
