@@ -1,6 +1,7 @@
 // Attention of query rows over keys and values at rest, with no decoded copy of either.
 //
-//     s[t]  = q . k[t]                                       k: int8 codes
+//     s[t]  = q . k[t]                                       k: int8 codes; or
+//     s[t]  = gain[t] q . LEVEL[c[t]] + w . h[t]             c: codes of 1 to 4 bits
 //     p[t]  = 2 ^ (s[t] - max s)
 //     out   = sum_t p[t] gain[t] LEVEL[c[t]] / sum_t p[t]            c: codes of 1 to 4 bits
 //     lse   = max s + log2 sum_t p[t]
@@ -12,7 +13,8 @@
 // and out need no alignment: a pool may be a mapped file.
 //
 // Both products are made in tiles of 16 rows by AMX, or six rows at a time by VNNI and BF16 of
-// AVX-512; the numbers lie in memory alike. -DNO_AMX leaves AMX out.
+// AVX-512; the numbers lie in memory alike. -DNO_AMX leaves AMX out, and packed keys with it: q is
+// then a sum of two or three bf16 numbers, and they are as many products.
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -33,17 +35,30 @@ enum { TILE = 16, KEY_BIAS = 0 };
 #define INSTRUCTIONS "AVX-512"
 enum { TILE = 6, KEY_BIAS = 128 };  // VNNI multiplies bytes without a sign by bytes with one
 #endif
-enum { BLOCK = 64, VECTORS = BLOCK / 16, MAX_DIGITS = 3, MAX_TERMS = 2 };
+enum { BLOCK = 64, VECTORS = BLOCK / 16, MAX_DIGITS = 3, MAX_TERMS = 2, MAX_DIM = 256 };
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef struct {
+  const uint8_t *words, *tops;  // [head, token, bytes]: packed codes; tops: 3 bits only
+  const float *gain, *levels;   // [head, token], [2^bits]
+  int64_t bits;
+} Packed;
+
+// Harmonics over tokens, h[t] = a exp(i f t) for each pair of channels j and j + dim / 2, which add to
+// packed keys in the basis of w (quantize/harmonic.py).
+typedef struct {
+  const float *rows;   // w: [head, row, dim]; null: no harmonics
+  const float *lines;  // [head, 3, dim / 2]: a's real and imaginary part, f
+} Waves;
+
+typedef struct {
   const float *q;                // [head, row, dim]
-  const int8_t *keys;            // [head, token, dim]
-  const uint8_t *words, *tops;   // [head, token, bytes]: packed codes; tops: 3 bits only
-  const float *gain, *levels;    // of values: [head, token], [2^bits]
+  const int8_t *keys;            // [head, token, dim]; null: they are packed
+  Packed packed_keys, values;
+  Waves waves;                   // beside packed keys
   float *out, *lse;              // [head, row, dim], [head, row]
-  int64_t heads, rows, tokens, dim, bits;
-  int64_t digits, terms, threads;  // 2 or 3; 1 or 2
+  int64_t heads, rows, tokens, dim;
+  int64_t digits, terms, threads;  // of q: 2 or 3; of weights: 1 or 2
 } Task;
 
 typedef struct { __m512i low, high, shifts, order; } Table;  // bytes of the levels in bf16
@@ -51,7 +66,13 @@ typedef struct { __m512i low, high, shifts, order; } Table;  // bytes of the lev
 typedef struct { float max, total, unit; } Row;
 
 // A span of tokens of one head, attended to but not yet divided by the rows' totals.
-typedef struct { Row *row; float *sum; int32_t *bias; int8_t *digit; } Part;
+typedef struct { Row *row; float *sum, *wave; int32_t *bias; int8_t *digit; } Part;  // or terms
+
+typedef struct { double cosine[MAX_DIM / 2], sine[MAX_DIM / 2]; } Turn;  // of each pair of channels
+
+static int64_t wide(const Packed *p, int64_t dim) { return dim * (p->bits == 3 ? 2 : p->bits) / 8; }
+
+static int64_t narrow(const Packed *p, int64_t dim) { return p->bits == 3 ? dim / 8 : 0; }
 
 static __m512 exp2_ps(__m512 x) {  // relative error 2e-9 before rounding; 0 below 2^-150
   x = _mm512_max_ps(x, _mm512_set1_ps(-200.f));
@@ -90,11 +111,36 @@ static float to_digits(const float *x, int64_t dim, int digits, int8_t *digit, i
   return unit + _mm512_reduce_add_ps(nan);
 }
 
-// 16 tokens x 64 channels of int8 -> [4 channels][token] dwords of bytes, biased.
-static void transpose(const int8_t *from, int64_t dim, uint8_t *to) {
+static __m512 as_float(__m256i half) {
+  return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
+// 16 numbers as sums of bf16 numbers, the next term `stride` further.
+static void split(__m512 y, int64_t terms, uint16_t *to, int64_t stride) {
+  for (int64_t i = 0; i < terms; i++) {
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh(y);
+    _mm256_storeu_si256((__m256i *)(to + i * stride), half);
+    y = _mm512_sub_ps(y, as_float(half));
+  }
+}
+
+// bf16 terms of a row, one after the other, and the row's unit, which is 1.
+static float to_terms(const float *x, int64_t dim, int64_t terms, uint16_t *term) {
+  __m512 nan = _mm512_setzero_ps();  // becomes NaN where x is not finite
+  for (int64_t d = 0; d < dim; d += 16) {
+    const __m512 y = _mm512_loadu_ps(x + d);
+    nan = _mm512_fmadd_ps(y, _mm512_setzero_ps(), nan);
+    split(y, terms, term + d, dim);
+  }
+  return 1 + _mm512_reduce_add_ps(nan);
+}
+
+// 16 tokens of 64 bytes -> [4 bytes][token] dwords, with a bias on each byte.
+static void transpose(const void *from, int64_t stride, int bias, void *to) {
   __m512i r[16], t[16];
-  const __m512i bias = _mm512_set1_epi8((char)KEY_BIAS);
-  for (int i = 0; i < 16; i++) r[i] = _mm512_xor_si512(_mm512_loadu_si512(from + i * dim), bias);
+  for (int i = 0; i < 16; i++)
+    r[i] = _mm512_xor_si512(_mm512_loadu_si512((const char *)from + i * stride),
+                            _mm512_set1_epi8((char)bias));
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
@@ -110,21 +156,24 @@ static void transpose(const int8_t *from, int64_t dim, uint8_t *to) {
       t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
     }
   for (int j = 0; j < 8; j++) {
-    _mm512_store_si512(to + 64 * j, _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88));
-    _mm512_store_si512(to + 64 * (j + 8), _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd));
+    _mm512_store_si512((char *)to + 64 * j, _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88));
+    _mm512_store_si512((char *)to + 64 * (j + 8), _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd));
   }
 }
 
-static Table make_table(const float *levels, int64_t bits) {
+// Values are unpacked in two steps, keys in one, each of which reorders inside 128-bit lanes.
+static Table make_table(const Packed *p, int steps) {
+  const int64_t bits = p->bits;
   uint8_t low[64] ALIGNED, high[64] ALIGNED, shifts[64] ALIGNED, order[64] ALIGNED;
   for (int i = 0; i < 64; i++) {
-    uint32_t word;
-    memcpy(&word, levels + (i & ((1 << bits) - 1)), 4);  // bits above a code's own do not matter
+    uint32_t word = 0;
+    if (p->levels) memcpy(&word, p->levels + (i & ((1 << bits) - 1)), 4);  // bits above a code's own do not matter
     low[i] = word >> 16 & 255;
     high[i] = word >> 24;
     const int j = i % 8;  // of eight codes in 64 bits; with 3 bits, two words of 12 in 16 bits each
     shifts[i] = bits == 3 ? 16 * (j / 4) + 3 * (j % 4) : bits * j;
-    order[i] = 16 * (i / 4 % 4) + 4 * (i / 16) + i % 4;  // undone by the unpacking of 128-bit lanes
+    order[i] = steps == 2 ? 16 * (i / 4 % 4) + 4 * (i / 16) + i % 4
+                          : 32 * (i / 8 % 2) + 8 * (i / 16) + i % 8;
   }
   return (Table){_mm512_load_si512(low), _mm512_load_si512(high), _mm512_load_si512(shifts),
                  _mm512_load_si512(order)};
@@ -146,24 +195,28 @@ static __m512i fields(const uint8_t *words, const uint8_t *tops, int64_t dim, in
   return _mm512_cvtepu32_epi64(_mm256_or_si256(low, _mm256_slli_epi16(high, 8)));
 }
 
-// Packed codes of a block -> levels in bf16, [pair of tokens][channel][2].
-static void unpack(const uint8_t *words, const uint8_t *tops, const Task *a, const Table *table,
-                   uint16_t *to) {
-  const int64_t wide = a->dim * (a->bits == 3 ? 2 : a->bits) / 8, narrow = a->dim / 8;
-  for (int c = 0; c < a->dim / 64; c++)
+// Their levels: low bytes of bf16, and high ones.
+static void look_up(const Packed *p, int64_t dim, int64_t token, int c, const Table *table,
+                    __m512i *low, __m512i *high) {
+  __m512i code = fields(p->words + token * wide(p, dim), p->tops + token * narrow(p, dim), dim,
+                        p->bits, c);
+  code = _mm512_multishift_epi64_epi8(table->shifts, code);
+  code = _mm512_permutexvar_epi8(table->order, code);
+  *low = _mm512_permutexvar_epi8(code, table->low);
+  *high = _mm512_permutexvar_epi8(code, table->high);
+}
+
+// Packed values of a block -> levels in bf16, [pair of tokens][channel][2].
+static void unpack_values(const Packed *p, int64_t dim, const Table *table, uint16_t *to) {
+  for (int c = 0; c < dim / 64; c++)
     for (int pair = 0; pair < BLOCK / 2; pair++) {
-      __m512i part[2][2];
+      __m512i part[2][2], low, high;
       for (int i = 0; i < 2; i++) {
-        const int t = 2 * pair + i;
-        __m512i code = fields(words + t * wide, tops + t * narrow, a->dim, a->bits, c);
-        code = _mm512_multishift_epi64_epi8(table->shifts, code);
-        code = _mm512_permutexvar_epi8(table->order, code);
-        const __m512i low = _mm512_permutexvar_epi8(code, table->low);
-        const __m512i high = _mm512_permutexvar_epi8(code, table->high);
+        look_up(p, dim, 2 * pair + i, c, table, &low, &high);
         part[i][0] = _mm512_unpacklo_epi8(low, high);
         part[i][1] = _mm512_unpackhi_epi8(low, high);
       }
-      uint16_t *o = to + (pair * a->dim + 64 * c) * 2;
+      uint16_t *o = to + (pair * dim + 64 * c) * 2;
       for (int i = 0; i < 2; i++) {
         _mm512_store_si512(o + 64 * i, _mm512_unpacklo_epi16(part[0][i], part[1][i]));
         _mm512_store_si512(o + 64 * i + 32, _mm512_unpackhi_epi16(part[0][i], part[1][i]));
@@ -171,9 +224,78 @@ static void unpack(const uint8_t *words, const uint8_t *tops, const Task *a, con
     }
 }
 
-// Two steps, each with AMX and without:
+// Packed keys of a block -> levels in bf16, [16 tokens][pair of channels][token][2].
+static void unpack_keys(const Packed *p, int64_t dim, const Table *table, uint16_t *to) {
+  uint16_t half[2][16][32] ALIGNED;
+  __m512i low, high;
+  for (int i = 0; i < VECTORS; i++)
+    for (int c = 0; c < dim / 64; c++) {
+      for (int t = 0; t < 16; t++) {
+        look_up(p, dim, 16 * i + t, c, table, &low, &high);
+        _mm512_store_si512(half[0][t], _mm512_unpacklo_epi8(low, high));
+        _mm512_store_si512(half[1][t], _mm512_unpackhi_epi8(low, high));
+      }
+      for (int j = 0; j < 2; j++)
+        transpose(half[j], sizeof half[j][0], 0, to + 16 * i * dim + 1024 * c + 512 * j);
+    }
+}
+
+static void turn_to(const float *frequency, int64_t pairs, double tokens, Turn *to) {
+  for (int64_t j = 0; j < pairs; j++) {
+    to->cosine[j] = cos(frequency[j] * tokens);
+    to->sine[j] = sin(frequency[j] * tokens);
+  }
+}
+
+static void turn_on(Turn *at, const Turn *step, int64_t pairs) {
+  for (int64_t j = 0; j < pairs; j++) {
+    const double c = at->cosine[j], s = at->sine[j];
+    at->cosine[j] = c * step->cosine[j] - s * step->sine[j];
+    at->sine[j] = s * step->cosine[j] + c * step->sine[j];
+  }
+}
+
+// Cosines and sines as channels, in fp32.
+static void as_channels(const Turn *turn, int64_t pairs, float *to) {
+  for (int64_t j = 0; j < pairs; j++) to[j] = turn->cosine[j];
+  for (int64_t j = 0; j < pairs; j++) to[pairs + j] = turn->sine[j];
+}
+
+// exp(i f t) of tokens 0 to 63 as bf16 terms, each laid out as keys are.
+static void make_basis(const float *frequency, int64_t dim, int64_t terms, uint16_t *to) {
+  uint16_t half[MAX_DIGITS][16][MAX_DIM];
+  float channel[MAX_DIM];
+  Turn at, step;
+  turn_to(frequency, dim / 2, 0, &at);
+  turn_to(frequency, dim / 2, 1, &step);
+  for (int i = 0; i < VECTORS; i++) {
+    for (int t = 0; t < 16; t++, turn_on(&at, &step, dim / 2)) {
+      as_channels(&at, dim / 2, channel);
+      for (int64_t d = 0; d < dim; d += 16)
+        split(_mm512_loadu_ps(channel + d), terms, half[0][t] + d, 16 * MAX_DIM);
+    }
+    for (int64_t term = 0; term < terms; term++)
+      for (int64_t d = 0; d < dim; d += 32)
+        transpose(half[term][0] + d, sizeof half[0][0], 0,
+                  to + term * BLOCK * dim + 16 * (i * dim + d));
+  }
+}
+
+// w times the conjugate of a: the row's share of cosines and of sines at token 0.
+static void to_wave(const float *w, const float *lines, int64_t dim, float *to) {
+  const int64_t pairs = dim / 2;
+  const float *imaginary = lines + pairs;
+  for (int64_t j = 0; j < pairs; j++) {
+    to[j] = w[j] * lines[j] + w[pairs + j] * imaginary[j];
+    to[pairs + j] = w[pairs + j] * lines[j] - w[j] * imaginary[j];
+  }
+}
+
+// Steps with AMX and without:
 //
 // multiply_keys: products of TILE digit rows with a block's keys, less the bias.
+// multiply_packed: products of TILE rows, of so many terms, with a block's packed keys.
+// multiply_waves: the same of up to TILE rows with waves.
 // multiply_values: sum = sum * shrink + weights times levels, for TILE rows and 64 channels.
 
 #ifdef AMX
@@ -204,6 +326,44 @@ static void multiply_keys(const int8_t *digit, const int32_t *bias, const uint8_
   EACH_TILE(PRODUCTS)
 }
 
+// Adds rows of bf16 times 64 tokens, [16 tokens][pair of channels][token][2], to tiles 0 to 3.
+static void add_products(const uint16_t *x, int64_t stride, const uint16_t *y, int64_t dim) {
+#define DOT_KEYS(i) _tile_loadd(5, y + 16 * (i * dim + d), 64); _tile_dpbf16ps(i, 4, 5);
+  for (int64_t d = 0; d < dim; d += 32) {
+    _tile_loadd(4, x + d, 2 * stride);
+    EACH_TILE(DOT_KEYS)
+  }
+}
+
+static void multiply_packed(const uint16_t *term, int64_t terms, const uint16_t *keys, int64_t dim,
+                            int32_t to[TILE][BLOCK]) {
+  WRITTEN;
+  EACH_TILE(ZERO)
+  for (int64_t i = 0; i < terms; i++) add_products(term + i * dim, terms * dim, keys, dim);
+  EACH_TILE(PRODUCTS)
+}
+
+static void multiply_waves(const float *wave, int64_t n_rows, const float *turn,
+                           const uint16_t *basis, int64_t terms, int64_t dim,
+                           int32_t to[TILE][BLOCK]) {
+  uint16_t turned[TILE][MAX_DIGITS][MAX_DIM];
+  for (int64_t r = 0; r < n_rows; r++)
+    for (int64_t j = 0; j < dim / 2; j += 16) {
+      const __m512 x = _mm512_loadu_ps(wave + r * dim + j), c = _mm512_loadu_ps(turn + j);
+      const __m512 y = _mm512_loadu_ps(wave + r * dim + dim / 2 + j);
+      const __m512 s = _mm512_loadu_ps(turn + dim / 2 + j);
+      uint16_t *term = turned[r][0] + j;
+      split(_mm512_fmadd_ps(x, c, _mm512_mul_ps(y, s)), terms, term, MAX_DIM);
+      split(_mm512_fmsub_ps(y, c, _mm512_mul_ps(x, s)), terms, term + dim / 2, MAX_DIM);
+    }
+  WRITTEN;
+  EACH_TILE(ZERO)
+  for (int64_t i = 0; i < terms; i++)
+    for (int64_t j = 0; i + j < terms; j++)
+      add_products(turned[0][i], MAX_DIGITS * MAX_DIM, basis + j * BLOCK * dim, dim);
+  EACH_TILE(PRODUCTS)
+}
+
 static void multiply_values(const uint16_t weight[MAX_TERMS][TILE][BLOCK], int terms,
                             const float *shrink, const uint16_t *values, int64_t dim, float *sum) {
 #define SUM(i) _tile_loadd(i, sum + 16 * i, 4 * dim);
@@ -229,6 +389,13 @@ static void multiply_values(const uint16_t weight[MAX_TERMS][TILE][BLOCK], int t
 static void open_tiles(void) {}
 
 static void close_tiles(void) {}
+
+static void multiply_packed(const uint16_t *term, int64_t terms, const uint16_t *keys, int64_t dim,
+                            int32_t to[TILE][BLOCK]) {}
+
+static void multiply_waves(const float *wave, int64_t n_rows, const float *turn,
+                           const uint16_t *basis, int64_t terms, int64_t dim,
+                           int32_t to[TILE][BLOCK]) {}
 
 // Rows and vectors by name, so that every accumulator is a register.
 #define EACH_VECTOR(M, r) M(r, 0) M(r, 1) M(r, 2) M(r, 3)
@@ -275,17 +442,24 @@ static void multiply_values(const uint16_t weight[MAX_TERMS][TILE][BLOCK], int t
 #endif
 
 // A row's products with a block of n tokens -> its weights; returns what earlier sums shrink by.
+// No digits: keys were packed, products are fp32, and those with waves TILE rows further.
 static inline __attribute__((always_inline)) float weigh(  // faster where digits are constants
-    const int32_t product[][BLOCK], Row *row, const float *gain, int64_t n, int64_t digits,
-    int64_t terms, uint16_t weight[][TILE][BLOCK]) {
+    const int32_t product[][BLOCK], Row *row, const float *key_gain, const float *gain, int64_t n,
+    int64_t digits, int64_t terms, uint16_t weight[][TILE][BLOCK]) {
   __m512 s[VECTORS], top = _mm512_set1_ps(row->max), sum = _mm512_setzero_ps();
   for (int i = 0; i < VECTORS; i++) {
-    const __m512i *of = (const __m512i *)product + i;  // the next digit's are VECTORS further
-    s[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of[0]), _mm512_set1_ps(254.f),
-                           _mm512_cvtepi32_ps(of[VECTORS]));
-    if (digits == 3)
-      s[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of[2 * VECTORS]), _mm512_set1_ps(1 / 254.f), s[i]);
-    s[i] = _mm512_mul_ps(s[i], _mm512_set1_ps(row->unit / 254));
+    const __m512i *of = (const __m512i *)product + i;  // the next row's are VECTORS further
+    if (digits == 0) {
+      s[i] = _mm512_fmadd_ps((__m512)of[0], _mm512_loadu_ps(key_gain + 16 * i),
+                             (__m512)of[TILE * VECTORS]);
+    } else {
+      s[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of[0]), _mm512_set1_ps(254.f),
+                             _mm512_cvtepi32_ps(of[VECTORS]));
+      if (digits == 3)
+        s[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of[2 * VECTORS]), _mm512_set1_ps(1 / 254.f),
+                               s[i]);
+      s[i] = _mm512_mul_ps(s[i], _mm512_set1_ps(row->unit / 254));
+    }
     const int64_t left = n - 16 * i;
     const __mmask16 here = left >= 16 ? 0xffff : left <= 0 ? 0 : (1 << left) - 1;
     s[i] = _mm512_mask_blend_ps(here, _mm512_set1_ps(-INFINITY), s[i]);
@@ -297,11 +471,7 @@ static inline __attribute__((always_inline)) float weigh(  // faster where digit
     s[i] = exp2_ps(_mm512_sub_ps(s[i], _mm512_set1_ps(max)));
     sum = _mm512_add_ps(sum, s[i]);
     s[i] = _mm512_mul_ps(s[i], _mm512_loadu_ps(gain + 16 * i));
-    for (int term = 0; term < terms; term++) {
-      const __m256i half = (__m256i)_mm512_cvtneps_pbh(s[i]);
-      _mm256_store_si256((__m256i *)weight[term][0] + i, half);
-      s[i] = _mm512_sub_ps(s[i], (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-    }
+    split(s[i], terms, weight[0][0] + 16 * i, TILE * BLOCK);
   }
   *row = (Row){max, row->total * shrink + _mm512_reduce_add_ps(sum), row->unit};
   return shrink;
@@ -311,52 +481,105 @@ static int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static int64_t tiled(const Task *a) { return (a->rows + TILE - 1) / TILE * TILE; }
 
-// Tokens from..to of a head; `scratch`: a block's keys and values, and the bytes of a short block.
-static void attend_span(const Task *a, const Table *table, int64_t head, int64_t from, int64_t to,
-                        Part part, uint8_t *scratch) {
-  const int64_t dim = a->dim, rows = tiled(a), wide = dim * (a->bits == 3 ? 2 : a->bits) / 8;
-  const int64_t narrow = a->bits == 3 ? dim / 8 : 0, coarse = a->digits == 2 && a->terms == 1;
-  int32_t product[TILE * MAX_DIGITS][BLOCK] ALIGNED;
-  uint16_t weight[MAX_TERMS][TILE][BLOCK] ALIGNED = {0};
-  uint16_t *values = (uint16_t *)(scratch + BLOCK * dim);
-  float shrink[TILE] = {0}, short_gain[BLOCK] = {0};
-  open_tiles();
-  memset(part.digit, 0, rows * a->digits * dim);
-  memset(part.bias, 0, 4 * rows * a->digits);
-  memset(part.sum, 0, 4 * rows * dim);
-  for (int64_t m = 0; m < a->rows; m++) {
-    const int64_t i = m * a->digits;
-    const float unit = to_digits(a->q + (head * a->rows + m) * dim, dim, a->digits,
-                                 part.digit + i * dim, part.bias + i);
-    part.row[m] = (Row){-INFINITY, 0 * unit, unit};  // a total of NaN where q is not finite
+// n tokens of packed codes; a short block is copied, so that nothing behind its last is read.
+static Packed block_of(const Packed *p, int64_t dim, int64_t at, int64_t n, uint8_t *copy,
+                       float *gain) {
+  const int64_t words = wide(p, dim), tops = narrow(p, dim);
+  Packed own = {p->words + at * words, p->tops + at * tops, p->gain + at, p->levels, p->bits};
+  if (n < BLOCK) {
+    uint8_t *second = memset(copy, 0, BLOCK * dim) + BLOCK * words;
+    own.words = memcpy(copy, own.words, n * words);
+    if (tops) own.tops = memcpy(second, own.tops, n * tops);
+    own.gain = memcpy(memset(gain, 0, 4 * BLOCK), own.gain, 4 * n);
   }
+  return own;
+}
+
+// The rows of a head as digits, or bf16 terms; a total of NaN where a row is not finite.
+static void prepare(const Task *a, int64_t head, Part part) {
+  for (int64_t m = 0; m < a->rows; m++) {
+    const float *q = a->q + (head * a->rows + m) * a->dim;
+    const int64_t i = m * a->digits, d = i * a->dim;
+    const float unit = a->keys ? to_digits(q, a->dim, a->digits, part.digit + d, part.bias + i)
+                               : to_terms(q, a->dim, a->digits, (uint16_t *)part.digit + d);
+    part.row[m] = (Row){-INFINITY, 0 * unit, unit};
+    if (a->waves.rows)
+      to_wave(a->waves.rows + (head * a->rows + m) * a->dim,
+              a->waves.lines + head * 3 * a->dim / 2, a->dim, part.wave + m * a->dim);
+  }
+}
+
+// Keys of a block of n tokens, as the products want them.
+static Packed lay_out(const Task *a, const Table *table, int64_t at, int64_t n, uint8_t *to,
+                      uint8_t *copy, float *gain) {
+  const int64_t dim = a->dim;
+  if (!a->keys) {
+    const Packed own = block_of(&a->packed_keys, dim, at, n, copy, gain);
+    unpack_keys(&own, dim, table, (uint16_t *)to);
+    return own;
+  }
+  const void *keys = a->keys + at * dim;
+  if (n < BLOCK) keys = memcpy(memset(copy, 0, BLOCK * dim), keys, n * dim);
+  for (int i = 0; i < VECTORS; i++)
+    for (int c = 0; c < dim / 64; c++)
+      transpose((const char *)keys + 16 * i * dim + 64 * c, dim, KEY_BIAS,
+                to + 16 * i * dim + 1024 * c);
+  return (Packed){0};
+}
+
+// Products of up to TILE rows of a head, from row m on, with a block's keys.
+static void multiply(const Task *a, Part part, int64_t m, int64_t n_rows, const uint8_t *keys,
+                     const float *turn, const uint16_t *basis,
+                     int32_t product[TILE * MAX_DIGITS][BLOCK]) {
+  const int64_t dim = a->dim, first = m * a->digits;
+  if (!a->keys) {
+    multiply_packed((uint16_t *)part.digit + first * dim, a->digits, (const uint16_t *)keys, dim,
+                    product);
+    if (a->waves.rows)
+      multiply_waves(part.wave + m * dim, n_rows, turn, basis, a->digits, dim, product + TILE);
+    return;
+  }
+  for (int64_t i = 0; i < n_rows * a->digits; i += TILE)
+    multiply_keys(part.digit + (first + i) * dim, part.bias + first + i, keys, dim, product + i);
+}
+
+enum { SCRATCH = 6 };  // blocks of bytes: keys and values in bf16, copies of each
+
+// Tokens from..to of a head.
+static void attend_span(const Task *a, const Table *tables, const uint16_t *basis, int64_t head,
+                        int64_t from, int64_t to, Part part, uint8_t *scratch) {
+  const int64_t dim = a->dim, block = BLOCK * dim;
+  const int64_t digits = a->keys ? a->digits : 0, coarse = a->digits == 2 && a->terms == 1;
+  int32_t product[TILE * MAX_DIGITS][BLOCK] ALIGNED = {0};
+  uint16_t weight[MAX_TERMS][TILE][BLOCK] ALIGNED = {0}, *levels = (uint16_t *)(scratch + 2 * block);
+  float shrink[TILE] = {0}, key_gain[BLOCK], value_gain[BLOCK], channel[MAX_DIM];
+  Turn turn, step;
+  prepare(a, head, part);
+  if (a->waves.rows) {
+    turn_to(a->waves.lines + dim, dim / 2, from, &turn);
+    turn_to(a->waves.lines + dim, dim / 2, BLOCK, &step);
+  }
+  open_tiles();
   for (int64_t t = from; t < to; t += BLOCK) {
     const int64_t at = head * a->tokens + t, n = to - t < BLOCK ? to - t : BLOCK;
-    const int8_t *keys = a->keys + at * dim;
-    const uint8_t *words = a->words + at * wide, *tops = a->tops + at * narrow;
-    const float *gain = a->gain + at;
-    if (n < BLOCK) {  // nothing is read behind the last token
-      uint8_t *copy = memset(scratch + 3 * BLOCK * dim, 0, 2 * BLOCK * dim);
-      keys = memcpy(copy, keys, n * dim);
-      words = memcpy(copy + BLOCK * dim, words, n * wide);
-      if (narrow) tops = memcpy(copy + BLOCK * (dim + wide), tops, n * narrow);
-      gain = memcpy(short_gain, gain, 4 * n);
+    const Packed keys = lay_out(a, tables, at, n, scratch, scratch + 4 * block, key_gain);
+    const Packed values = block_of(&a->values, dim, at, n, scratch + 5 * block, value_gain);
+    unpack_values(&values, dim, tables + 1, levels);
+    if (a->waves.rows) {
+      as_channels(&turn, dim / 2, channel);
+      turn_on(&turn, &step, dim / 2);
     }
-    for (int i = 0; i < VECTORS; i++)
-      for (int c = 0; c < dim / 64; c++)
-        transpose(keys + 16 * i * dim + 64 * c, dim, scratch + 16 * i * dim + 1024 * c);
-    unpack(words, tops, a, table, values);
     for (int64_t m = 0; m < a->rows; m += TILE) {
-      const int64_t here = a->rows - m < TILE ? a->rows - m : TILE, first = m * a->digits;
-      for (int64_t i = 0; i < here * a->digits; i += TILE)
-        multiply_keys(part.digit + (first + i) * dim, part.bias + first + i, scratch, dim,
-                      product + i);
+      const int64_t here = a->rows - m < TILE ? a->rows - m : TILE;
+      multiply(a, part, m, here, scratch, channel, basis, product);
+      for (int64_t r = 0; r < here; r++) {
 #define WEIGH(digits, terms) \
-    weigh(product + r * digits, part.row + m + r, gain, n, digits, terms, (void *)weight[0][r])
-      for (int64_t r = 0; r < here; r++)
-        shrink[r] = coarse ? WEIGH(2, 1) : WEIGH(a->digits, a->terms);
+    weigh(product + r * (digits ? digits : 1), part.row + m + r, keys.gain, values.gain, n, \
+          digits, terms, (void *)weight[0][r])
+        shrink[r] = !coarse ? WEIGH(digits, a->terms) : digits ? WEIGH(2, 1) : WEIGH(0, 1);
+      }
       for (int c = 0; c < dim / 64; c++)
-        multiply_values(weight, a->terms, shrink, values + 128 * c, dim,
+        multiply_values(weight, a->terms, shrink, levels + 128 * c, dim,
                         part.sum + m * dim + 64 * c);
     }
   }
@@ -385,21 +608,25 @@ int polykv_attend(const Task *a) {
   int64_t spans = a->threads > 1 ? (4 * a->threads + a->heads - 1) / a->heads : 1;
   if (spans > most) spans = most;  // of 256 tokens or more
   const int64_t length = (blocks + spans - 1) / spans * BLOCK, n = a->heads * spans;
-  const int64_t sum = 4 * rows * a->dim, digit = rows * a->digits * a->dim;
-  const int64_t size = rounded(sum + digit + rows * (sizeof(Row) + 4 * a->digits));
-  const int64_t scratch = 5 * BLOCK * a->dim;
+  const int64_t sum = 4 * rows * a->dim, wave = a->waves.rows ? sum : 0;
+  const int64_t digit = rows * a->digits * a->dim * (a->keys ? 1 : 2);
+  const int64_t size = rounded(sum + wave + digit + rows * (sizeof(Row) + 4 * a->digits));
+  const int64_t scratch = SCRATCH * BLOCK * a->dim, basis = 2 * MAX_DIGITS * BLOCK * a->dim;
   Part *part = malloc(n * sizeof(Part));
-  uint8_t *room = aligned_alloc(64, n * size + a->threads * scratch);
+  uint8_t *room = aligned_alloc(64, n * size + a->threads * scratch + basis);
   const int failed = !part || !room;
   if (!failed) {
-    const Table table = make_table(a->levels, a->bits);
+    const Table tables[2] = {make_table(&a->packed_keys, 1), make_table(&a->values, 2)};
+    uint16_t *const waves = (uint16_t *)(room + n * size + a->threads * scratch);
+    if (wave) make_basis(a->waves.lines + a->dim, a->dim, a->digits, waves);
 #pragma omp parallel for schedule(dynamic) num_threads(a->threads)
     for (int64_t i = 0; i < n; i++) {
       const int64_t from = i % spans * length, end = from + length;
-      uint8_t *at = room + i * size;
-      part[i] = (Part){(Row *)(at + sum + digit), (float *)at,
-                       (int32_t *)(at + sum + digit + rows * sizeof(Row)), (int8_t *)at + sum};
-      attend_span(a, &table, i / spans, from, end < a->tokens ? end : a->tokens, part[i],
+      uint8_t *at = memset(room + i * size, 0, size);
+      Row *row = (Row *)(at + sum + wave + digit);
+      part[i] = (Part){row, (float *)at, (float *)(at + sum), (int32_t *)(row + rows),
+                       (int8_t *)at + sum + wave};
+      attend_span(a, tables, waves, i / spans, from, end < a->tokens ? end : a->tokens, part[i],
                   room + n * size + THREAD * scratch);
     }
     for (int64_t i = 0; i < a->heads * a->rows; i++)

@@ -35,15 +35,31 @@ PRECISION: Final = {torch.bfloat16: (2, 1), torch.float16: (3, 2), torch.float32
 ERROR: Final = 1e-5  # of the check at the start, which uses the finest
 
 
+class _Packed(ctypes.Structure):
+    """`Packed` of native.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("words", "tops", "gain", "levels")),
+        ("bits", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class _Waves(ctypes.Structure):
+    """`Waves` of native.c."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "lines")]
+
+
 class _Task(ctypes.Structure):
     """`Task` of native.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (
-            "q", "keys", "words", "tops", "gain", "levels", "out", "lse",
-        )),
+        *((name, ctypes.c_void_p) for name in ("q", "keys")),
+        *((name, _Packed) for name in ("packed_keys", "values")),
+        ("waves", _Waves),
+        *((name, ctypes.c_void_p) for name in ("out", "lse")),
         *((name, ctypes.c_int64) for name in (
-            "heads", "rows", "tokens", "dim", "bits", "digits", "terms", "threads",
+            "heads", "rows", "tokens", "dim", "digits", "terms", "threads",
         )),
     ]  # fmt: skip
 
@@ -63,23 +79,25 @@ def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor
     """Attention of the rows over a whole piece, or None where the kernel can not read it.
 
     Rows are scaled, scores and lse in base 2, results fp32. The kernel reads int8 keys without
-    gains and TurboQuant values of every width, with head_dim 64, 128, 192 or 256. For bf16 the
-    queries are numbers of 15 bits and the weights of 8, otherwise of 23 and 16.
+    gains and TurboQuant values of every width, with head_dim 64, 128, 192 or 256; with AMX also
+    TurboQuant keys, and their harmonics. For bf16 the queries are numbers of 15 bits (16 for packed
+    keys) and the weights of 8, otherwise of 23 (24) and 16.
     """
     if dtype not in PRECISION or rows.device.type != "cpu" or rows.requires_grad:
         return None
     if not rows.numel() or not piece.n_tokens or rows.shape[-1] not in (64, 128, 192, 256):
         return None
-    keys, values = piece.keys.codes(), piece.values.codes()
-    if keys is None or values is None or keys.levels is not None or values.levels is None:
+    if not status().startswith("on"):
+        return None
+    kernel, keys = _kernel(), piece.keys.codes()
+    if keys is None or (keys.levels is not None and kernel.instructions != "AMX"):
+        return None
+    values = piece.values.codes()
+    if values is None or values.levels is None or values.harmonics is not None:
         return None
     if not all(plane.is_contiguous() for plane in (*keys.planes, *values.planes)):
         return None
-    gain = piece.values.gains(0, piece.n_tokens)
-    if gain is None or not status().startswith("on"):
-        return None
-    q = piece.keys.to_levels(rows)
-    found = _call(_kernel(), q, keys, values, gain, *PRECISION[dtype])
+    found = _call(kernel, piece.keys.to_levels(rows), keys, values, *PRECISION[dtype], rows)
     return None if found is None else (piece.values.from_levels(found[0]), found[1])
 
 
@@ -88,30 +106,49 @@ def _call(
     q: Rows,
     keys: Codes,
     values: Codes,
-    gain: Tensor,
     digits: int,
     terms: int,
+    turning: Rows | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Out and lse in the basis of the levels; None: no memory for it."""
-    assert values.levels is not None
+    """Out and lse in the basis of the values' levels; None: no memory for it.
+
+    `q` are the rows in the basis of the keys' levels, `turning` in that of their harmonics.
+    """
     heads, rows, dim = q.shape
     tokens = keys.planes[0].shape[1]
-    bits = len(values.levels).bit_length() - 1
     out, lse = torch.empty(heads, rows, dim), torch.empty(heads, rows)
-    words, *tops = values.planes
-    n_bytes = dim * (2 if bits == 3 else bits) // 8
     task = _Task(
         q=_address(q, torch.float32, heads, rows, dim),
-        keys=_address(keys.planes[0], torch.int8, heads, tokens, dim),
-        words=_address(words, torch.uint8, heads, tokens, n_bytes),
-        tops=_address(tops[0], torch.uint8, heads, tokens, dim // 8) if bits == 3 else None,
-        gain=_address(gain, torch.float32, heads, tokens),
-        levels=_address(values.levels, torch.float32, 2**bits),
+        values=_packed(values, heads, tokens, dim),
         out=out.data_ptr(), lse=lse.data_ptr(),
         heads=heads, rows=rows, tokens=tokens, dim=dim,
-        bits=bits, digits=digits, terms=terms, threads=torch.get_num_threads(),
+        digits=digits, terms=terms, threads=torch.get_num_threads(),
     )  # fmt: skip
+    if keys.levels is None:
+        task.keys = _address(keys.planes[0], torch.int8, heads, tokens, dim)
+    else:
+        task.packed_keys = _packed(keys, heads, tokens, dim)
+    if keys.harmonics is not None and turning is not None:
+        task.waves = _Waves(
+            rows=_address(turning, torch.float32, heads, rows, dim),
+            lines=_address(keys.harmonics, torch.float32, heads, 3, dim // 2),
+        )
     return None if kernel(ctypes.byref(task)) else (out, lse)
+
+
+def _packed(codes: Codes, heads: int, tokens: int, dim: int) -> _Packed:
+    assert codes.levels is not None
+    assert codes.gain is not None
+    bits = len(codes.levels).bit_length() - 1
+    words, *tops = codes.planes
+    n_bytes = dim * (2 if bits == 3 else bits) // 8
+    return _Packed(
+        words=_address(words, torch.uint8, heads, tokens, n_bytes),
+        tops=_address(tops[0], torch.uint8, heads, tokens, dim // 8) if bits == 3 else None,
+        gain=_address(codes.gain, torch.float32, heads, tokens),
+        levels=_address(codes.levels, torch.float32, 2**bits),
+        bits=bits,
+    )
 
 
 def _address(x: Tensor, dtype: torch.dtype, *shape: int) -> int:
@@ -198,7 +235,7 @@ def _error(kernel: Any) -> float:
     words = (codes.unflatten(-1, (16, 4)) << torch.tensor([0, 3, 6, 9])).sum(-1)
     tops = (words >> 8)[..., :8] | (words >> 8)[..., 8:] << 4
     planes = ((words & 255).to(torch.uint8), tops.to(torch.uint8))
-    found = _call(kernel, q, Codes((keys,)), Codes(planes, levels), gain, 3, 2)
+    found = _call(kernel, q, Codes((keys,)), Codes(planes, levels, gain), 3, 2)
     if found is None:
         return math.inf
     v = levels[codes] * gain[..., None]

@@ -16,6 +16,10 @@ class Codes:
 
     planes: tuple[Tensor, ...]  # each [head, token, bytes]
     levels: Float[Tensor, " level"] | None = None  # what packed codes stand for; None: themselves
+    gain: Float[Tensor, "head token"] | None = None  # the factor of each token's packed codes
+    # Harmonics over tokens, added to the decoded codes outside their basis: real and imaginary
+    # amplitudes, and frequencies that all heads share.
+    harmonics: Float[Tensor, "head three pair"] | None = None
 
 
 @runtime_checkable

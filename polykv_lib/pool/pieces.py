@@ -51,11 +51,15 @@ class Stored:
 
     def codes(self) -> Codes | None:
         """The codes behind the levels, of the codecs that the native kernel reads."""
+        n_tokens = self.data.shape[-2]
         match self.codec:
             case Int8(scale="tensor" | "channel"):
                 return Codes(self.data.planes)
             case TurboQuant(bits=bits):
-                return Codes(self.data.planes, stored_levels(bits))
+                return Codes(self.data.planes, stored_levels(bits), self.gains(0, n_tokens))
+            case HarmonicTurboQuant(bits=bits):
+                gain = self.codec.rest().gains(self.data, 0, n_tokens)
+                return Codes(self.data.planes, stored_levels(bits), gain, self.data.zero)
         return None
 
     def to_levels(self, rows: Rows) -> Rows:

@@ -40,7 +40,7 @@ class HarmonicTurboQuant:
     shaped: bool = False
 
     def __post_init__(self) -> None:
-        self._rest()
+        self.rest()
 
     def quantize(
         self, x: Float[Tensor, "*batch token dim"], moments: Tensor | None = None
@@ -57,7 +57,7 @@ class HarmonicTurboQuant:
             )
         x32 = x.detach().float().contiguous()
         lines = _harmonics(x32)
-        q = self._rest().quantize(x32 - _evaluate(lines, 0, x.shape[-2]), moments)
+        q = self.rest().quantize(x32 - _evaluate(lines, 0, x.shape[-2]), moments)
         return replace(q, zero=lines, dtype=x.dtype)
 
     def dequantize(self, q: Quantized) -> Float[Tensor, "*batch token dim"]:
@@ -69,7 +69,7 @@ class HarmonicTurboQuant:
     ) -> Float[Tensor, "*batch token dim"]:
         """Harmonics and rest in the rotated basis, norms included."""
         assert q.zero is not None
-        rest = self._rest()
+        rest = self.rest()
         levels = rest.levels(q, start, stop, torch.float32)
         levels = levels * rest.gains(q, start, stop).unsqueeze(-1)
         return in_range(levels + rest.to_levels(q, _evaluate(q.zero, start, stop)), dtype)
@@ -81,15 +81,16 @@ class HarmonicTurboQuant:
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
         """The rows, rotated."""
-        return self._rest().to_levels(q, rows)
+        return self.rest().to_levels(q, rows)
 
     def from_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
         """The rows, rotated back."""
-        return self._rest().from_levels(q, rows)
+        return self.rest().from_levels(q, rows)
 
-    def _rest(self) -> TurboQuant:
+    def rest(self) -> TurboQuant:
+        """The codec of what the harmonics leave."""
         return TurboQuant(
             self.bits, seed=self.seed, match_norm=True, norms=self.norms, shaped=self.shaped
         )
