@@ -1,10 +1,10 @@
 """Attention over packed keys and values in one C kernel, where compiler and CPU allow it.
 
-The kernel (native.c) unpacks, multiplies and weighs a block of tokens while it is in the CPU's
-cache; it needs AVX-512, and multiplies by AMX where there is that too. The system's C compiler
-makes it on first use, in the user's cache folder, and every process checks it once against the
-plain equation. Without it torch computes the same; `status` says which and why. POLYKV_NATIVE=0
-turns it off.
+The kernel (kernel/attend.c) unpacks, multiplies and weighs a block of tokens while it is in the
+CPU's cache; it needs AVX-512, and multiplies by AMX where there is that too. The system's C
+compiler makes it on first use, in the user's cache folder, and every process checks it once against
+the plain equation. Without it torch computes the same; `status` says which and why.
+POLYKV_NATIVE=0 turns it off.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from polykv_lib.attend.dense import attend_plain
 from polykv_lib.attend.stored import Codes, Piece
 from polykv_lib.kv import Rows
 
-SOURCE: Final = Path(__file__).with_name("native.c")
+SOURCES: Final = Path(__file__).with_name("kernel")
 FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 NEEDED: Final = ("F", "BW", "VL", "VBMI", "VNNI", "BF16")  # of AVX-512
 TILES: Final = ("INT8", "BF16")  # of AMX
@@ -36,7 +36,7 @@ ERROR: Final = 1e-5  # of the check at the start, which uses the finest
 
 
 class _Packed(ctypes.Structure):
-    """`Packed` of native.c."""
+    """`Packed` of kernel/task.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("words", "tops", "gain", "levels")),
@@ -45,13 +45,13 @@ class _Packed(ctypes.Structure):
 
 
 class _Waves(ctypes.Structure):
-    """`Waves` of native.c."""
+    """`Waves` of kernel/task.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "lines")]
 
 
 class _Task(ctypes.Structure):
-    """`Task` of native.c."""
+    """`Task` of kernel/task.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "keys")),
@@ -194,13 +194,14 @@ def _library() -> Path:
     missing = [name for name in NEEDED if f"__AVX512{name}__ " not in features]
     if missing:
         raise RuntimeError(f"CPU or compiler lacks AVX-512 {', '.join(missing)}")
-    made_of = "\n".join((SOURCE.read_text(), *compiler, features))
+    sources = [file.read_text() for file in sorted(SOURCES.iterdir())]
+    made_of = "\n".join((*sources, *compiler, features))
     library = cache_folder() / f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            command = [*compiler, str(SOURCE), "-o", str(made), "-lm"]
+            command = [*compiler, str(SOURCES / "attend.c"), "-o", str(made), "-lm"]
             try:
                 _run([*command, "-fopenmp"])
             except subprocess.CalledProcessError:
