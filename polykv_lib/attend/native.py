@@ -172,7 +172,7 @@ def _kernel() -> Any:
         library = ctypes.CDLL(str(_library()))
     except (OSError, subprocess.SubprocessError, RuntimeError, ValueError) as error:
         return f"off: {error}"
-    kernel = library.polykv_attend
+    kernel: Any = library.polykv_attend
     text = (ctypes.c_char * 8).in_dll(library, "polykv_instructions")
     kernel.instructions = text.value.decode()
     kernel.argtypes, kernel.restype = [ctypes.POINTER(_Task)], ctypes.c_int
