@@ -76,11 +76,11 @@ def instructions(request, monkeypatch):
 
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("codec", [*INT8_KEYS, *PACKED_KEYS])
-@pytest.mark.parametrize("dim", [64, 128, 192])
 @pytest.mark.parametrize(
-    ("agents", "queries", "tokens"), [(1, 1, 5), (5, 2, 64), (7, 3, 333), (16, 1, 640)]
+    ("agents", "queries", "tokens", "dim"),
+    [(1, 1, 5, 64), (5, 2, 64, 128), (7, 3, 333, 192), (16, 1, 640, 64), (3, 2, 200, 128)],
 )
-def test_it_is_the_plain_path(monkeypatch, codec, dim, agents, queries, tokens):
+def test_it_is_the_plain_path(monkeypatch, codec, agents, queries, tokens, dim):
     if codec in PACKED_KEYS and native.status() != "on: AMX":
         pytest.skip("packed keys are read by AMX alone")
     pool = pool_of(tokens, dim, codec=codec)
