@@ -40,6 +40,11 @@ def pool_of(tokens, dim=64, heads=2, codec="polykv"):
     return freeze([layer], keys=chosen.keys, values=chosen.values, n_sink=chosen.n_sink)
 
 
+def skip_unread(codec):
+    if codec in PACKED_KEYS and native.status() != "on: AMX":
+        pytest.skip("packed keys are read by AMX alone")
+
+
 def both(monkeypatch, pool, q, own=None):
     """Out and lse with the kernel, which must have been used, and without."""
     heads = pool.geometry.n_kv_heads
@@ -81,8 +86,7 @@ def instructions(request, monkeypatch):
     [(1, 1, 5, 64), (5, 2, 64, 128), (7, 3, 333, 192), (16, 1, 640, 64), (3, 2, 200, 128)],
 )
 def test_it_is_the_plain_path(monkeypatch, codec, agents, queries, tokens, dim):
-    if codec in PACKED_KEYS and native.status() != "on: AMX":
-        pytest.skip("packed keys are read by AMX alone")
+    skip_unread(codec)
     pool = pool_of(tokens, dim, codec=codec)
     q, own = draw(agents, 6, queries, dim, seed=2), draw(agents, 6, queries, dim, seed=3)
     native_, plain = both(monkeypatch, pool, q, (own, draw(agents, 6, queries, seed=4) + 3))
@@ -107,8 +111,10 @@ def test_the_answer_comes_from_the_codes(monkeypatch):
 
 
 @pytest.mark.usefixtures("instructions")
-def test_threads_change_nothing_but_rounding(monkeypatch):
-    pool, q = pool_of(3_000, heads=3), draw(5, 9, 1, 64, seed=2)
+@pytest.mark.parametrize("codec", ["polykv", "lean"])
+def test_threads_change_nothing_but_rounding(monkeypatch, codec):
+    skip_unread(codec)
+    pool, q = pool_of(3_000, heads=3, codec=codec), draw(5, 9, 1, 64, seed=2)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
