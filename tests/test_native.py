@@ -16,8 +16,6 @@ from polykv_lib.kv import LayerKV
 from polykv_lib.pool import freeze, load
 from polykv_lib.quantize import Affine, FullPrecision, Int8, TurboQuant
 
-INT8_KEYS = ["paper", "polykv", "tq1", "tq2", "tq4"]
-PACKED_KEYS = ["tq1-both", "lean", "lean-3-2", "lean-2-2"]
 needs_kernel = pytest.mark.skipif(
     native.status().startswith("off"), reason=f"native is {native.status()}"
 )
@@ -38,11 +36,6 @@ def pool_of(tokens, dim=64, heads=2, codec="polykv"):
     keys = draw(1, heads, tokens, dim) + turning(tokens, dim)
     layer = LayerKV(keys=keys, values=draw(1, heads, tokens, dim, seed=1))
     return freeze([layer], keys=chosen.keys, values=chosen.values, n_sink=chosen.n_sink)
-
-
-def skip_unread(codec):
-    if codec in PACKED_KEYS and native.status() != "on: AMX":
-        pytest.skip("packed keys are read by AMX alone")
 
 
 def both(monkeypatch, pool, q, own=None):
@@ -80,13 +73,14 @@ def instructions(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("instructions")
-@pytest.mark.parametrize("codec", [*INT8_KEYS, *PACKED_KEYS])
+@pytest.mark.parametrize(
+    "codec", ["paper", "polykv", "tq1", "tq2", "tq4", "tq1-both", "lean", "lean-3-2", "lean-2-2"]
+)
 @pytest.mark.parametrize(
     ("agents", "queries", "tokens", "dim"),
     [(1, 1, 5, 64), (5, 2, 64, 128), (7, 3, 333, 192), (16, 1, 640, 64), (3, 2, 200, 128)],
 )
 def test_it_is_the_plain_path(monkeypatch, codec, agents, queries, tokens, dim):
-    skip_unread(codec)
     pool = pool_of(tokens, dim, codec=codec)
     q, own = draw(agents, 6, queries, dim, seed=2), draw(agents, 6, queries, dim, seed=3)
     native_, plain = both(monkeypatch, pool, q, (own, draw(agents, 6, queries, seed=4) + 3))
@@ -113,7 +107,6 @@ def test_the_answer_comes_from_the_codes(monkeypatch):
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("codec", ["polykv", "lean"])
 def test_threads_change_nothing_but_rounding(monkeypatch, codec):
-    skip_unread(codec)
     pool, q = pool_of(3_000, heads=3, codec=codec), draw(5, 9, 1, 64, seed=2)
     threads = torch.get_num_threads()
     try:

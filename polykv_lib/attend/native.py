@@ -79,8 +79,8 @@ def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor
     """Attention of the rows over a whole piece, or None where the kernel can not read it.
 
     Rows are scaled, scores and lse in base 2, results fp32. The kernel reads int8 keys without
-    gains and TurboQuant values of every width, with head_dim 64, 128, 192 or 256; with AMX also
-    TurboQuant keys, and their harmonics. For bf16 the queries are numbers of 15 bits (16 for packed
+    gains or TurboQuant keys with or without harmonics, and TurboQuant values, of every width, with
+    head_dim 64, 128, 192 or 256. For bf16 the queries are numbers of 15 bits (16 for packed
     keys) and the weights of 8, otherwise of 23 (24) and 16.
     """
     if dtype not in PRECISION or rows.device.type != "cpu" or rows.requires_grad:
@@ -89,15 +89,12 @@ def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor
         return None
     if not status().startswith("on"):
         return None
-    kernel, keys = _kernel(), piece.keys.codes()
-    if keys is None or (keys.levels is not None and kernel.instructions != "AMX"):
-        return None
-    values = piece.values.codes()
-    if values is None or values.levels is None or values.harmonics is not None:
+    keys, values = piece.keys.codes(), piece.values.codes()
+    if keys is None or values is None or values.levels is None or values.harmonics is not None:
         return None
     if not all(plane.is_contiguous() for plane in (*keys.planes, *values.planes)):
         return None
-    found = _call(kernel, piece.keys.to_levels(rows), keys, values, *PRECISION[dtype], rows)
+    found = _call(_kernel(), piece.keys.to_levels(rows), keys, values, *PRECISION[dtype], rows)
     return None if found is None else (piece.values.from_levels(found[0]), found[1])
 
 

@@ -13,9 +13,8 @@
 // and out need no alignment: a pool may be a mapped file.
 //
 // Both products are made in tiles of 16 rows by AMX, or six rows at a time by VNNI and BF16 of
-// AVX-512; the numbers lie in memory alike. -DNO_AMX leaves AMX out, and packed keys with it: q is
-// then a sum of two or three bf16 numbers, and they are as many products.
-#include "products.h"
+// AVX-512; the numbers lie in memory alike. -DNO_AMX leaves AMX out. For packed keys q is a sum of
+// two or three bf16 numbers instead.
 #include "waves.h"
 
 typedef struct { float max, total, unit; } Row;
@@ -115,8 +114,10 @@ static void multiply(const Task *a, Part part, int64_t m, int64_t n_rows, const 
                      int32_t product[TILE * MAX_DIGITS][BLOCK]) {
   const int64_t dim = a->dim, first = m * a->digits;
   if (!a->keys) {
-    multiply_packed((uint16_t *)part.digit + first * dim, a->digits, (const uint16_t *)keys, dim,
-                    product);
+    const uint16_t *term = (uint16_t *)part.digit + first * dim, *own = (const uint16_t *)keys;
+    const uint16_t *terms[MAX_DIGITS] = {term, term + dim, term + 2 * dim};
+    const uint16_t *each[MAX_DIGITS] = {own, own, own};
+    multiply_bf16(a->digits, terms, a->digits * dim, each, dim, product);
     if (a->waves.rows)
       multiply_waves(part.wave + m * dim, n_rows, turn, basis, a->digits, dim, product + TILE);
     return;

@@ -1,8 +1,7 @@
-// Steps with AMX and without:
+// Products with AMX and without:
 //
-// multiply_keys: products of TILE digit rows with a block's keys, less the bias.
-// multiply_packed: products of TILE rows, of so many terms, with a block's packed keys.
-// multiply_waves: the same of up to TILE rows with waves.
+// multiply_keys: TILE rows of int8 digits with a block's keys, less the bias.
+// multiply_bf16: sum over j of TILE rows of bf16, so far apart, with a block's keys in bf16.
 // multiply_values: sum = sum * shrink + weights times levels, for TILE rows and 64 channels.
 #pragma once
 #include "task.h"

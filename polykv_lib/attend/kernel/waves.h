@@ -1,6 +1,7 @@
 // Harmonics over tokens as one more product: a row's wave, turned to a block, times a fixed basis.
 #pragma once
 #include "codes.h"
+#include "products.h"
 #include "rows.h"
 
 typedef struct { double cosine[MAX_DIM / 2], sine[MAX_DIM / 2]; } Turn;  // of each pair of channels
@@ -54,4 +55,28 @@ static void to_wave(const float *w, const float *lines, int64_t dim, float *to) 
     to[j] = w[j] * lines[j] + w[pairs + j] * imaginary[j];
     to[pairs + j] = w[pairs + j] * lines[j] - w[j] * imaginary[j];
   }
+}
+
+// Products of up to TILE rows' waves, turned to a block, with the basis.
+static void multiply_waves(const float *wave, int64_t n_rows, const float *turn,
+                           const uint16_t *basis, int64_t terms, int64_t dim,
+                           int32_t to[TILE][BLOCK]) {
+  uint16_t turned[TILE][MAX_DIGITS][MAX_DIM] = {0};
+  for (int64_t r = 0; r < n_rows; r++)
+    for (int64_t j = 0; j < dim / 2; j += 16) {
+      const __m512 x = _mm512_loadu_ps(wave + r * dim + j), c = _mm512_loadu_ps(turn + j);
+      const __m512 y = _mm512_loadu_ps(wave + r * dim + dim / 2 + j);
+      const __m512 s = _mm512_loadu_ps(turn + dim / 2 + j);
+      uint16_t *term = turned[r][0] + j;
+      split(_mm512_fmadd_ps(x, c, _mm512_mul_ps(y, s)), terms, term, MAX_DIM);
+      split(_mm512_fmsub_ps(y, c, _mm512_mul_ps(x, s)), terms, term + dim / 2, MAX_DIM);
+    }
+  const uint16_t *rows[MAX_DIGITS * MAX_DIGITS], *keys[MAX_DIGITS * MAX_DIGITS];
+  int n = 0;
+  for (int64_t i = 0; i < terms; i++)
+    for (int64_t j = 0; i + j < terms; j++) {  // the others are below the last term
+      rows[n] = turned[0][i];
+      keys[n++] = basis + j * BLOCK * dim;
+    }
+  multiply_bf16(n, rows, MAX_DIGITS * MAX_DIM, keys, dim, to);
 }
