@@ -46,6 +46,7 @@ def both(monkeypatch, pool, q, own=None):
     call = native._call
     with monkeypatch.context() as patch:
         patch.setattr(native, "_call", lambda *args: used.append(1) or call(*args))
+        patch.setattr(native, "_is_faster", lambda *args: True)
         for switch in ("1", "0"):
             patch.setenv("POLYKV_NATIVE", switch)
             found.append(attend_pieces(q, pool.layers[0], heads, q.shape[-1] ** -0.5, own))
@@ -162,6 +163,14 @@ def test_what_it_cannot_read_is_left_to_torch(keys, values, dim):
     assert native.attend(draw(2, 3, dim), piece, torch.float32) is None
     readable = pool_of(70, codec="paper").layers[0][0]
     assert native.attend(draw(2, 3, 64), readable, torch.float64) is None
+
+
+@pytest.mark.usefixtures("instructions")
+def test_packed_keys_of_full_precision_queries_want_amx():
+    piece = pool_of(70, codec="lean").layers[0][1]
+    used = native.attend(draw(2, 3, 64), piece, torch.float32) is not None
+    assert used == (native.status() == "on: AMX")
+    assert native.attend(draw(2, 3, 64), piece, torch.bfloat16) is not None
 
 
 @needs_kernel

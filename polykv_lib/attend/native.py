@@ -92,10 +92,17 @@ def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor
     keys, values = piece.keys.codes(), piece.values.codes()
     if keys is None or values is None or values.levels is None or values.harmonics is not None:
         return None
+    if not _is_faster(keys, dtype):
+        return None
     if not all(plane.is_contiguous() for plane in (*keys.planes, *values.planes)):
         return None
     found = _call(_kernel(), piece.keys.to_levels(rows), keys, values, *PRECISION[dtype], rows)
     return None if found is None else (piece.values.from_levels(found[0]), found[1])
+
+
+def _is_faster(keys: Codes, dtype: torch.dtype) -> bool:
+    """Packed keys with queries of three terms are up to nine products, too many without AMX."""
+    return keys.levels is None or dtype == torch.bfloat16 or _kernel().instructions == "AMX"
 
 
 def _call(
