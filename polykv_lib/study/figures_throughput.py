@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from polykv_lib.study.drawing import counted, legend_below, log_values, look, series, ticks_at
-from polykv_lib.study.rows import pick
+from polykv_lib.study.rows import on_device, pick
 
 SETTING = ("model", "device", "dtype", "threads")
 TOKENS, AGENTS = 2048, 15  # shown where they were measured, else the most there are
@@ -74,6 +74,6 @@ def _at(rows: pd.DataFrame, size: str, wanted: int) -> tuple[pd.DataFrame, int |
 
 
 def _title(rows: pd.DataFrame, size: str) -> str:
-    model, device, dtype, threads = (rows[name].iloc[0] for name in SETTING)
-    on = f"{threads:.0f} thread{'s' if threads > 1 else ''}" if device == "cpu" else device
-    return ", ".join(part for part in (model, dtype, on, size, counted(rows, "rounds")) if part)
+    first = rows.iloc[0]
+    named = (first["model"], first["dtype"], on_device(first))
+    return ", ".join(part for part in (*named, size, counted(rows, "rounds")) if part)

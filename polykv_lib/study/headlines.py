@@ -5,7 +5,7 @@ import pandas as pd
 from polykv_lib.study.headline import Headline
 from polykv_lib.study.headlines_plans import PLAN_HEADLINES
 from polykv_lib.study.render import number
-from polykv_lib.study.rows import DIMS, pick
+from polykv_lib.study.rows import DIMS, on_device, pick
 
 COLUMNS = ("what", "setting", "ours", "95 % interval", "n", "paper", "command")
 SIZES = {"prefix_tokens": "tokens in the pool", "context_tokens": "tokens", "n_agents": "agents"}
@@ -182,8 +182,7 @@ def _line(headline: Headline, row: pd.Series) -> dict[str, str]:
     if not pd.isna(row["bytes_share"]):
         sizes.append(f"1/{1 / row['bytes_share']:.0f} of one bf16 copy")
     if not pd.isna(row["threads"]):
-        on = f"CPU threads: {row['threads']:.0f}" if row["device"] == "cpu" else row["device"]
-        sizes += [str(row["dtype"]), on]
+        sizes += [str(row["dtype"]), on_device(row)]
     return {
         "what": headline.what,
         "setting": ", ".join([*named, *sizes]),

@@ -1,11 +1,13 @@
 """Stored numbers as one tidy table with every column that comparison, tables and figures read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import pandas as pd
 
 from polykv_lib.study.record import Record
 
+CPU: Final = "cpu"  # what such a device's name begins with
 _FIELDS = ("profile", "experiment", "key", "table", "metric", "value", "unit", "kind")
 DIMS = (
     *("model", "codec", "protocol", "prefix_tokens", "text", "document", "geometry"),
@@ -23,11 +25,27 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
         | {"experiment": record.experiment, "key": record.key}
         | row.model_dump(exclude={"dims"})
         | row.dims
+        | _processor(row.dims, record)
         for record in records
         for row in record.rows
     ]
     numbers = pd.DataFrame(lines, columns=pd.Index([*_FIELDS, "n", "lo", "hi", *DIMS]))
     return numbers.astype({"value": float, "n": float, "lo": float, "hi": float})
+
+
+def _processor(dims: Mapping[str, Any], record: Record) -> dict[str, str]:
+    """A device that is a CPU, with its name: what two of them measured is not one measurement."""
+    if dims.get("device") != CPU:
+        return {}
+    return {"device": f"{CPU}, {record.provenance.get('cpu', 'unknown')}"}
+
+
+def on_device(row: pd.Series) -> str:
+    """A GPU's name, or a CPU's and how many threads ran on it."""
+    device, threads = str(row["device"]), row["threads"]
+    if not device.startswith(CPU):
+        return device
+    return f"{device}, {threads:.0f} thread{'s' if threads > 1 else ''}"
 
 
 def pick(numbers: pd.DataFrame, **wanted: object) -> pd.DataFrame:
