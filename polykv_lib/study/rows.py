@@ -35,9 +35,8 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
 
 def _processor(dims: Mapping[str, Any], record: Record) -> dict[str, str]:
     """A device that is a CPU, with its name: what two of them measured is not one measurement."""
-    if dims.get("device") != CPU:
-        return {}
-    return {"device": f"{CPU}, {record.provenance.get('cpu', 'unknown')}"}
+    name = record.provenance.get("cpu")
+    return {"device": f"{CPU}, {name}"} if name and dims.get("device") == CPU else {}
 
 
 def on_device(row: pd.Series) -> str:
@@ -45,7 +44,8 @@ def on_device(row: pd.Series) -> str:
     device, threads = str(row["device"]), row["threads"]
     if not device.startswith(CPU):
         return device
-    return f"{device}, {threads:.0f} thread{'s' if threads > 1 else ''}"
+    named = device.removeprefix(f"{CPU}, ")
+    return f"{named}, {threads:.0f} thread{'s' if threads > 1 else ''}"
 
 
 def pick(numbers: pd.DataFrame, **wanted: object) -> pd.DataFrame:

@@ -304,7 +304,7 @@ def synthetic() -> list[Record]:
             params={},
             status="ok",
             rows=rows,
-            provenance={"profile": "synthetic"},
+            provenance={"profile": "synthetic", "cpu": "Some CPU"},
         )
         for i, (name, rows) in enumerate(groups.items())
     ]

@@ -99,7 +99,7 @@ def test_throughput_has_a_line_a_method_and_names_its_setting(
     assert {"one shared bf16 copy", "pool, paper's codec", "pool, polykv"} < labels
     assert {"a full copy each", "the same, heads folded"} < labels
     assert ("no document" in labels) == (draw is not figures.first_token_vs_context)
-    assert ax.get_title(loc="left").startswith("smollm2-135m, bfloat16, 1 thread")
+    assert ax.get_title(loc="left").startswith("smollm2-135m, bfloat16, Some CPU, 1 thread")
 
 
 def test_a_step_is_drawn_at_fifteen_agents_with_its_interval(synthetic: list[Record]) -> None:
