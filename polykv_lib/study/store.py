@@ -82,7 +82,8 @@ def collect(
     """Every readable record below a folder: `data/results`, or the one of a single profile.
 
     A number that a later record of the same profile holds again (same experiment, table, metric,
-    kind and dimensions) is left out of the earlier record, so that no table shows it twice.
+    kind and dimensions, and the same CPU where that is the device) is left out of the earlier
+    record, so that no table shows it twice.
     Failed points are included. Smoke results are left out unless `root` is their own folder.
 
     Args:
@@ -118,7 +119,8 @@ def _age(record: Record) -> tuple[str, str]:
 def _identity(record: Record, row: Row) -> tuple[str, ...]:
     profile = str(record.provenance.get("profile", ""))
     dims = json.dumps(row.dims, sort_keys=True)
-    return profile, record.experiment, row.table, row.metric, row.kind, dims
+    cpu = str(record.provenance.get("cpu", "")) if row.dims.get("device") == "cpu" else ""
+    return profile, record.experiment, row.table, row.metric, row.kind, dims, cpu
 
 
 def write_atomically(path: Path, text: str) -> None:

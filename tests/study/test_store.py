@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from polykv_lib.study import store as stores
 from polykv_lib.study.record import Outcome, Record, Row
+from polykv_lib.study.rows import tidy
 from polykv_lib.study.store import Store, collect, key_of, load
 
 
@@ -105,6 +106,17 @@ def test_a_number_measured_again_is_collected_once(tmp_path: Path) -> None:
     found = [(r.key[0], {row.metric: row.value for row in r.rows}) for r in collect(tmp_path)]
     assert found == [("b", {"y": 1}), ("a", {"x": 2}), ("c", {})]
     assert collect(tmp_path, experiment="other") == []
+
+
+def test_what_another_cpu_measured_is_another_number(tmp_path: Path) -> None:
+    for key, cpu in (("a", "one"), ("b", "other"), ("c", "other")):
+        own = record(key * 16, finished=f"2026-01-0{'abc'.index(key) + 1}", x=1)
+        own.rows[0].dims["device"] = "cpu"
+        own.provenance["cpu"] = cpu
+        Store(write=tmp_path / "offline").put(own)
+    found = collect(tmp_path)
+    assert [len(r.rows) for r in found] == [1, 0, 1]
+    assert list(tidy(found)["device"]) == ["cpu, one", "cpu, other"]
 
 
 def test_a_trial_stays_out_of_the_tables_and_replaces_nothing(tmp_path: Path) -> None:
