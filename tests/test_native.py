@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from polykv_lib import native as compiled
 from polykv_lib import presets
 from polykv_lib.attend import attend_pieces, native
 from polykv_lib.kv import LayerKV
@@ -59,17 +60,22 @@ def test_a_kernel_that_is_made_is_right():
     assert "differs" not in native.status()
 
 
+def forget():
+    compiled.library.cache_clear()
+    native._kernel.cache_clear()
+
+
 @pytest.fixture(params=["AMX", "AVX-512"])
 def instructions(request, monkeypatch):
     """The kernel with and without AMX; a CPU may have the latter alone."""
     if request.param == "AVX-512":
         monkeypatch.setenv("CC", os.environ.get("CC", "cc") + " -DNO_AMX")
-    native._kernel.cache_clear()
+    forget()
     if native.status() != f"on: {request.param}":
         pytest.skip(f"native is {native.status()}")
     yield
     monkeypatch.undo()
-    native._kernel.cache_clear()
+    forget()
     native.status()  # checked again here, not while a test counts its calls
 
 

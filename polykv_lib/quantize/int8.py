@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from polykv_lib.quantize import native
 from polykv_lib.quantize.base import (
     Quantized,
     check_finite,
@@ -45,14 +46,19 @@ class Int8:
         check_input(x, self)
         grouped = self._grouped(x.detach())
         axes = {"tensor": tuple(range(grouped.dim())), "channel": (-2,)}.get(self.scale, (-1,))
-        largest = _largest(grouped, axes).float()
+        if -1 not in axes:
+            grouped = grouped.float()
+        by_channel = None if -1 in axes else native.largest(grouped)
+        largest = _largest(grouped if by_channel is None else by_channel, axes).float()
         check_finite(largest, self)
         scale, unit = largest / 127, None
         if self.scale in ("token", "block"):
             scale, unit = to_half(scale)
         divisor = scale.float() if unit is None else scale.float() * unit
-        codes = (grouped / torch.where(divisor == 0, 1.0, divisor)).round_().clamp_(-127, 127)
-        plane = codes.to(torch.int8).view(x.shape)
+        plane = None if -1 in axes else native.rounded(grouped, divisor)
+        if plane is None:
+            codes = grouped / torch.where(divisor == 0, 1.0, divisor)
+            plane = codes.round_().clamp_(-127, 127).to(torch.int8).view(x.shape)
         return Quantized(
             planes=(plane,), scale=scale, unit=unit, shape=tuple(x.shape), dtype=x.dtype
         )

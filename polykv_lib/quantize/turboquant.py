@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from polykv_lib.quantize import native
 from polykv_lib.quantize.base import (
     Quantized,
     check_finite,
@@ -88,17 +89,14 @@ class TurboQuant:
         """
         check_input(x, self)
         check_moments(x, moments, self)
-        m = None if moments is None else weighted(moments, self._rotation(x.device, x.shape[-1]))
-        size = SHAPED_BLOCK if self.shaped else BLOCK
-        if x.device.type != "cpu":
-            size = x.numel()
-        step = max(1, size * x.shape[-2] // max(1, x.numel()))
-        blocks = [self._encode(block, m) for block in x.detach().split(step, dim=-2)]
-        planes, lengths = zip(*blocks, strict=True)
-        length = torch.cat(lengths, dim=-1)
+        found = None
+        if moments is None:
+            rotation = self._rotation(x.device, x.shape[-1])
+            found = native.turbo(x.detach(), rotation, self.bits, self.match_norm)
+        planes, length = found or self._encode_blocks(x.detach(), moments)
         scale, unit = (to_half if self.norms == "half" else to_byte)(length)
         return Quantized(
-            planes=tuple(torch.cat(plane, dim=-2) for plane in zip(*planes, strict=True)),
+            planes=planes,
             scale=scale,
             unit=unit,
             shape=tuple(x.shape),
@@ -136,12 +134,25 @@ class TurboQuant:
         """The rows, rotated back: rows @ R^T."""
         return rows @ self._rotation(rows.device, q.shape[-1]).to(rows.dtype).mT
 
+    def _encode_blocks(
+        self, x: Float[Tensor, "*batch token dim"], moments: Tensor | None
+    ) -> tuple[Planes, Tensor]:
+        """Packed codes and lengths, block by block."""
+        m = None if moments is None else weighted(moments, self._rotation(x.device, x.shape[-1]))
+        size = SHAPED_BLOCK if self.shaped else BLOCK
+        if x.device.type != "cpu":
+            size = x.numel()
+        step = max(1, size * x.shape[-2] // max(1, x.numel()))
+        planes, lengths = zip(*(self._encode(b, m) for b in x.split(step, dim=-2)), strict=True)
+        each = zip(*planes, strict=True)
+        return tuple(torch.cat(plane, dim=-2) for plane in each), torch.cat(lengths, dim=-1)
+
     def _encode(
         self, x: Float[Tensor, "*batch token dim"], m: Moments | None
     ) -> tuple[Planes, Tensor]:
         """Packed codes of a block of tokens, and the number that multiplies each one's levels."""
+        dim = x.shape[-1]
         rows = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        dim = rows.shape[-1]
         # Two steps, so that neither a tiny nor a huge vector leaves the range of fp32 when squared.
         largest = rows.abs().amax(-1, keepdim=True)
         check_finite(largest, self)
