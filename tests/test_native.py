@@ -61,7 +61,7 @@ def test_a_kernel_that_is_made_is_right():
 
 
 def forget():
-    compiled.library.cache_clear()
+    compiled.functions.cache_clear()
     native._kernel.cache_clear()
 
 

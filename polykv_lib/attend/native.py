@@ -160,10 +160,10 @@ def _address(x: Tensor, dtype: torch.dtype, *shape: int) -> int:
 @cache
 def _kernel() -> Any:
     """The compiled function, or what `status` says where there is none."""
-    library = native.library()
-    if isinstance(library, str):
-        return f"off: {library}"
-    kernel = library.polykv_attend
+    functions = native.functions()
+    if isinstance(functions, str):
+        return f"off: {functions}"
+    kernel = functions.polykv_attend
     kernel.argtypes, kernel.restype = [ctypes.POINTER(_Task)], ctypes.c_int
     return kernel if _error(kernel) < ERROR else "off: it differs from the plain equation"
 

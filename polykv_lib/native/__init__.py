@@ -27,8 +27,8 @@ def enabled() -> bool:
 
 
 @cache
-def library() -> Any:
-    """The compiled library (ctypes.CDLL), or a text that says why there is none."""
+def functions() -> Any:
+    """The compiled functions (ctypes.CDLL), or a text that says why there are none."""
     try:
         return ctypes.CDLL(str(_made()))
     except (OSError, subprocess.SubprocessError, RuntimeError, ValueError) as error:
@@ -37,7 +37,7 @@ def library() -> Any:
 
 def instructions() -> str:
     """What the library multiplies by: "AMX" or "AVX-512"."""
-    text: bytes = (ctypes.c_char * 8).in_dll(library(), "polykv_instructions").value
+    text: bytes = (ctypes.c_char * 8).in_dll(functions(), "polykv_instructions").value
     return text.decode()
 
 

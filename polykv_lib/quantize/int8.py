@@ -46,16 +46,19 @@ class Int8:
         check_input(x, self)
         grouped = self._grouped(x.detach())
         axes = {"tensor": tuple(range(grouped.dim())), "channel": (-2,)}.get(self.scale, (-1,))
-        if -1 not in axes:
+        by_channel = plane = None
+        across_tokens = self.scale in ("tensor", "channel")
+        if across_tokens:
             grouped = grouped.float()
-        by_channel = None if -1 in axes else native.largest(grouped)
+            by_channel = native.largest(grouped)
         largest = _largest(grouped if by_channel is None else by_channel, axes).float()
         check_finite(largest, self)
         scale, unit = largest / 127, None
         if self.scale in ("token", "block"):
             scale, unit = to_half(scale)
         divisor = scale.float() if unit is None else scale.float() * unit
-        plane = None if -1 in axes else native.rounded(grouped, divisor)
+        if across_tokens:
+            plane = native.rounded(grouped, divisor)
         if plane is None:
             codes = grouped / torch.where(divisor == 0, 1.0, divisor)
             plane = codes.round_().clamp_(-127, 127).to(torch.int8).view(x.shape)

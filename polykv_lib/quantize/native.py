@@ -60,24 +60,31 @@ def rounded(
     """Numbers over their channels' scales as int8; None: torch's to do."""
     if not _takes(x):
         return None
-    x, scale = x.contiguous(), scale.expand(*x.shape[:-2], 1, x.shape[-1]).contiguous()
-    codes = torch.empty(x.shape, dtype=torch.int8)
-    native.library().polykv_round(ctypes.byref(_channels(x, scale, codes)))
-    return codes
+    return _rounded(x.contiguous(), scale.expand(*x.shape[:-2], 1, x.shape[-1]).contiguous())
 
 
 def largest(x: Float[Tensor, "*batch token dim"]) -> Float[Tensor, "*batch one dim"] | None:
     """The largest magnitude of each channel, NaN where there is one; None: torch's to do."""
     if not _takes(x):
         return None
-    x, top = x.contiguous(), torch.empty(*x.shape[:-2], 1, x.shape[-1])
-    native.library().polykv_largest(ctypes.byref(_channels(x, top, None)))
-    return top
+    return _largest(x.contiguous())
 
 
 def _takes(x: Tensor) -> bool:
     small = x.shape[-1] % 16 or not x.numel()
     return x.device.type == "cpu" and x.dtype == torch.float32 and not small and _works()
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    codes = torch.empty(x.shape, dtype=torch.int8)
+    native.functions().polykv_round(ctypes.byref(_channels(x, scale, codes)))
+    return codes
+
+
+def _largest(x: Tensor) -> Tensor:
+    top = torch.empty(*x.shape[:-2], 1, x.shape[-1])
+    native.functions().polykv_largest(ctypes.byref(_channels(x, top, None)))
+    return top
 
 
 def _channels(x: Tensor, scale: Tensor, codes: Tensor | None) -> _Channels:
@@ -101,7 +108,7 @@ def _turbo(y: Tensor, bits: int, matched: bool) -> tuple[Planes, Tensor]:
         rows=length.numel(), dim=dim, bits=bits, matched=matched,
         threads=torch.get_num_threads(),
     )  # fmt: skip
-    native.library().polykv_encode(ctypes.byref(task))
+    native.functions().polykv_encode(ctypes.byref(task))
     return (words, tops) if bits == 3 else (words,), length
 
 
@@ -117,11 +124,11 @@ def _works() -> bool:
 @cache
 def _is_right() -> bool:
     """There is a library, and it does what torch does."""
-    library: Any = native.library()
-    if isinstance(library, str):
+    functions: Any = native.functions()
+    if isinstance(functions, str):
         return False
     for name in ("polykv_encode", "polykv_largest", "polykv_round"):
-        getattr(library, name).restype = None
+        getattr(functions, name).restype = None
     y = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     z = y / y.norm(dim=-1, keepdim=True) * 8
     for bits in (1, 2, 3, 4):
@@ -129,4 +136,6 @@ def _is_right() -> bool:
         same = map(torch.equal, planes, pack(nearest_code(z, bits), bits))
         if not all(same) or not torch.allclose(length, y.norm(dim=-1) / 8):
             return False
-    return True
+    top = y.abs().amax(0, keepdim=True)
+    codes = (y / (top / 127)).round().to(torch.int8)
+    return torch.equal(_largest(y), top) and torch.equal(_rounded(y, top / 127), codes)

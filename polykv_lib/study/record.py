@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 from pydantic.dataclasses import dataclass
 
 SCHEMA: Final = 1
+CPU: Final = "cpu"  # as a device; what its name begins with
 
 Scalar = str | int | FiniteFloat | bool | None
 
@@ -70,3 +71,9 @@ class Record(BaseModel):
     samples: list[dict[str, JsonValue]] = Field(default_factory=list)
     error: Failure | None = None
     provenance: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+def dims_of(record: Record, row: Row) -> dict[str, Scalar]:
+    """A row's dimensions; a device that is a CPU has its name, as two CPUs measure two numbers."""
+    cpu = record.provenance.get("cpu")
+    return row.dims | ({"device": f"{CPU}, {cpu}"} if cpu and row.dims.get("device") == CPU else {})

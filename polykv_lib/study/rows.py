@@ -1,13 +1,11 @@
 """Stored numbers as one tidy table with every column that comparison, tables and figures read."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
 
 import pandas as pd
 
-from polykv_lib.study.record import Record
+from polykv_lib.study.record import CPU, Record, dims_of
 
-CPU: Final = "cpu"  # what such a device's name begins with
 _FIELDS = ("profile", "experiment", "key", "table", "metric", "value", "unit", "kind")
 DIMS = (
     *("model", "codec", "protocol", "prefix_tokens", "text", "document", "geometry"),
@@ -24,19 +22,12 @@ def tidy(records: Sequence[Record]) -> pd.DataFrame:
         {"profile": str(record.provenance.get("profile", ""))}
         | {"experiment": record.experiment, "key": record.key}
         | row.model_dump(exclude={"dims"})
-        | row.dims
-        | _processor(row.dims, record)
+        | dims_of(record, row)
         for record in records
         for row in record.rows
     ]
     numbers = pd.DataFrame(lines, columns=pd.Index([*_FIELDS, "n", "lo", "hi", *DIMS]))
     return numbers.astype({"value": float, "n": float, "lo": float, "hi": float})
-
-
-def _processor(dims: Mapping[str, Any], record: Record) -> dict[str, str]:
-    """A device that is a CPU, with its name: what two of them measured is not one measurement."""
-    name = record.provenance.get("cpu")
-    return {"device": f"{CPU}, {name}"} if name and dims.get("device") == CPU else {}
 
 
 def on_device(row: pd.Series) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import polykv_lib
-from polykv_lib.study.record import SCHEMA, Record, Row
+from polykv_lib.study.record import SCHEMA, Record, Row, dims_of
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +118,8 @@ def _age(record: Record) -> tuple[str, str]:
 
 def _identity(record: Record, row: Row) -> tuple[str, ...]:
     profile = str(record.provenance.get("profile", ""))
-    dims = json.dumps(row.dims, sort_keys=True)
-    cpu = str(record.provenance.get("cpu", "")) if row.dims.get("device") == "cpu" else ""
-    return profile, record.experiment, row.table, row.metric, row.kind, dims, cpu
+    dims = json.dumps(dims_of(record, row), sort_keys=True)
+    return profile, record.experiment, row.table, row.metric, row.kind, dims
 
 
 def write_atomically(path: Path, text: str) -> None:

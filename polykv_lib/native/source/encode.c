@@ -1,9 +1,7 @@
 // Vectors -> codes and what multiplies them, without numbers in between that memory would hold.
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
+#include "task.h"
 
-enum { MAX_LEVELS = 16, MAX_DIM = 256 };
+enum { MAX_LEVELS = 16 };
 
 typedef struct {
   const float *y;                 // [row, dim]: vectors, rotated
