@@ -1,5 +1,9 @@
-"""The names that notebooks and grids may pass, and what each one means."""
+"""The names that notebooks and grids may pass, and what each one means.
 
+A codec's name is a preset's, or "keys+values@sinks" made of the names of a side's codecs.
+"""
+
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -31,21 +35,39 @@ def _matched(bits: int) -> TurboQuant:
     return TurboQuant(bits, match_norm=True)
 
 
-def _spare(bits: int) -> TurboQuant:
-    """The same with its norms in bytes."""
-    return TurboQuant(bits, match_norm=True, norms="byte")
+# The same with its norms in bytes.
+_TURBO: Final = {b: TurboQuant(b, match_norm=True, norms="byte") for b in (1, 2, 3, 4)}
+# Keys without the harmonics of RoPE, coded for small errors of scores.
+_SHAPED: Final = {b: HarmonicTurboQuant(b, norms="byte", shaped=True) for b in (2, 3, 4)}
 
-
-def _lean(key_bits: int, value_bits: int) -> Codec:
-    """Keys without the harmonics of RoPE, norms in bytes, four sinks."""
-    keys = HarmonicTurboQuant(key_bits, norms="byte")
-    return Codec(keys=keys, values=_spare(value_bits), n_sink=4)
-
-
-def _shaped(bits: int) -> HarmonicTurboQuant:
-    """Keys without harmonics, coded for small errors of scores; norms in bytes."""
-    return HarmonicTurboQuant(bits, norms="byte", shaped=True)
-
+KEYS: Final[dict[str, Side]] = {
+    "int8": Int8("channel"),
+    **{f"affine{b}": Affine(b, 64, "token") for b in (2, 3, 4)},
+    "affine4-128": Affine(4, 128, "token"),
+    "affine3-32": Affine(3, 32, "token"),
+    **{f"tq{b}": _TURBO[b] for b in (1, 2, 3, 4)},
+    **{f"harmonic{b}": HarmonicTurboQuant(b, norms="byte") for b in (2, 3, 4)},
+    "harmonic4-half": HarmonicTurboQuant(4),
+    **{f"shaped{b}": codec for b, codec in _SHAPED.items()},
+    # Shaped without harmonics, which take as many bytes for a few tokens as for many: for
+    # evictions that leave few.
+    **{f"shaped-tq{b}": TurboQuant(b, norms="byte", shaped=True) for b in (1, 2, 3, 4)},
+    "shaped4-3": Tiered((_SHAPED[4], _SHAPED[3]), (0.25,)),
+    "shaped4-3-eighth": Tiered((_SHAPED[4], _SHAPED[3]), (0.125,)),
+    "full": FullPrecision(),
+}
+VALUES: Final[dict[str, Side]] = {
+    **{f"tq{b}": codec for b, codec in _TURBO.items()},
+    "tq3-unmatched": TurboQuant(3, norms="byte"),
+    "tq3-half": TurboQuant(3, match_norm=True),
+    "tq4-2": Tiered((_TURBO[4], _TURBO[2]), (0.25,)),
+    "tq4-3": Tiered((_TURBO[4], _TURBO[3]), (0.25,)),
+    "tq4-2-eighth": Tiered((_TURBO[4], _TURBO[2]), (0.125,)),
+    **{f"affine{b}": Affine(b, 32, "channel") for b in (2, 3, 4)},
+    "full": FullPrecision(),
+}
+N_SINK: Final = 4  # of a pair that names none
+_PAIR: Final = re.compile(r"(?P<keys>[^+@]+)\+(?P<values>[^+@]+?)(@(?P<sinks>\d+))?")
 
 CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "full": lambda: Codec(keys=FullPrecision(), values=FullPrecision()),
@@ -57,21 +79,11 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "polykv": lambda: Codec(keys=Int8("channel"), values=_matched(3), n_sink=4),
     "compact": lambda: Codec(keys=Affine(4, 64, "token"), values=_matched(3), n_sink=4),
     # These three were designed on a few articles, of which Altruism is also one of the sixteen that
-    # the codec frontier reports on.
-    "lean": lambda: _lean(4, 3),
-    # The same bytes as `lean`, keys coded for small errors of scores.
-    "shaped": lambda: Codec(keys=_shaped(4), values=_spare(3), n_sink=4),
-    # More bits for the quarter of the tokens at which the document's last queries looked most.
-    "tiered": lambda: Codec(
-        keys=Tiered((_shaped(4), _shaped(3)), (0.25,)),
-        values=Tiered((_spare(4), _spare(2)), (0.25,)),
-        n_sink=4,
-    ),
-    # Fewer bits, for layers that lose little by it; without harmonics, which cost as many bytes
-    # for a few tokens as for many, where an eviction leaves few.
-    "lean-3-2": lambda: _lean(3, 2),
-    "lean-2-2": lambda: _lean(2, 2),
-    "spare-3-2": lambda: Codec(keys=_spare(3), values=_spare(2), n_sink=4),
+    # the codec frontier reports on. `shaped` takes the bytes of `lean`; `tiered` has more bits for
+    # the quarter of the tokens at which the document's last queries looked most.
+    "lean": lambda: codec("harmonic4+tq3"),
+    "shaped": lambda: codec("shaped4+tq3"),
+    "tiered": lambda: codec("shaped4-3+tq4-2"),
     # One change at a time.
     "k-only": lambda: Codec(keys=Int8("tensor"), values=FullPrecision()),
     "v-only": lambda: Codec(keys=FullPrecision(), values=TurboQuant(3, "plain")),
@@ -98,10 +110,23 @@ GEOMETRIES: Final[dict[str, Geometry]] = {
 
 
 def codec(name: str) -> Codec:
-    """The codec that a notebook parameter names."""
-    if name not in CODECS:
-        raise ValueError(f"no codec {name!r}; {_hint(name, list(CODECS))}")
-    return CODECS[name]()
+    """A preset, or "keys+values@sinks" of the names in `KEYS` and `VALUES`; four sinks unless said.
+
+    Raises:
+        ValueError: neither.
+    """
+    pair = _PAIR.fullmatch(name)
+    if pair is None:
+        if name not in CODECS:
+            raise ValueError(
+                f"no codec {name!r}; {_hint(name, list(CODECS))} Or a pair, like 'int8+tq3'."
+            )
+        return CODECS[name]()
+    keys, values = pair["keys"], pair["values"]
+    for side, known in ((keys, KEYS), (values, VALUES)):
+        if side not in known:
+            raise ValueError(f"{name!r}: no codec {side!r}; {_hint(side, list(known))}")
+    return Codec(keys=KEYS[keys], values=VALUES[values], n_sink=int(pair["sinks"] or N_SINK))
 
 
 def of_plan(plan: Plan) -> tuple[list[Side], list[Side], int]:

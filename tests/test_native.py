@@ -81,7 +81,8 @@ def instructions(request, monkeypatch):
 
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize(
-    "codec", ["paper", "polykv", "tq1", "tq2", "tq4", "tq1-both", "lean", "lean-3-2", "lean-2-2"]
+    "codec",
+    ["paper", "polykv", "tq1", "tq2", "tq4", "tq1-both", "lean", "harmonic3+tq2", "harmonic2+tq2"],
 )
 @pytest.mark.parametrize(
     ("agents", "queries", "tokens", "dim"),

@@ -14,7 +14,7 @@ AT_EQUAL_BYTES = {
     "paper-b, ppl budgets": "cosine routing in bf16",
     "best single, quantised": "the best single policy, quantised",
     "gain-curve, full": "our plan in bf16",
-    "gain-curve, lean": "our plan in the lean codec",
+    "gain-curve, tiered": "our plan in the tiered codec",
 }
 
 PLAN_HEADLINES = (

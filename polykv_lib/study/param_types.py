@@ -101,24 +101,16 @@ def _control(name: str) -> str:
     return name
 
 
-def _searched(name: str) -> str:
-    from polykv_lib.study.experiments.codec_search import candidate
-
-    candidate(name)
-    return name
-
-
 def _key_option(name: str) -> str:
-    _searched(f"{name}+full")
+    _codec(f"{name}+full")
     return name
 
 
 def _value_option(name: str) -> str:
-    _searched(f"full+{name}")
+    _codec(f"full+{name}")
     return name
 
 
-SearchedCodecs = Several[Annotated[Text, AfterValidator(_searched)]]
 KeyOptions = Several[Annotated[Text, AfterValidator(_key_option)]]
 ValueOptions = Several[Annotated[Text, AfterValidator(_value_option)]]
 Codecs = Several[Annotated[Text, AfterValidator(_codec)]]

@@ -21,7 +21,6 @@ from polykv_lib.study.param_types import (
     Parameters,
     Policies,
     Positive,
-    SearchedCodecs,
     Several,
     SeveralOrNone,
     Share,
@@ -82,7 +81,7 @@ class CodecFrontier(ExperimentParameters):
     PREFIX_TOKENS: Count
     N_PASSAGES: Annotated[Count, Field(ge=2)]
     SCORED_TOKENS: Count
-    CODECS: SearchedCodecs
+    CODECS: Codecs
     KEY_OPTIONS: KeyOptions
     VALUE_OPTIONS: ValueOptions
     BUDGETS: Several[Bits]

@@ -129,8 +129,8 @@ def sizes(name: str):
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25])
 def test_codecs_differ_where_layers_do_and_bytes_are_spent(level, share, tmp_path):
-    names = ["full", "lean", "spare-3-2"]
-    kl = {"full": NONE, "lean": NONE + 0.001, "spare-3-2": np.array([0.5, 0.0, 0.5])}
+    names = ["full", "lean", "tq3+tq2"]
+    kl = {"full": NONE, "lean": NONE + 0.001, "tq3+tq2": np.array([0.5, 0.0, 0.5])}
     total = round(share * 3 * 2 * 200 * 256)
     of = {name: sizes(name) for name in names}
     plan = joint(MEASURED, kl, of, Recipe(level=level), n_heads=2, n_tokens=200, total=total)
@@ -144,7 +144,7 @@ def test_codecs_differ_where_layers_do_and_bytes_are_spent(level, share, tmp_pat
     assert spent <= total
     assert whole or total - one_token < spent
     if share < 0.2:  # no layer can be whole in bf16: the one that rounding does not hurt is cheap
-        assert [p.codec == "spare-3-2" for p in plan.layers] == [False, True, False]
+        assert [p.codec == "tq3+tq2" for p in plan.layers] == [False, True, False]
     assert Plan.load(plan.save(tmp_path / "plan.yaml")) == plan
     assert len(presets.of_plan(plan)[0]) == 3
 

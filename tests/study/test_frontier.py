@@ -13,7 +13,6 @@ from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.pool import PoolError
 from polykv_lib.quantize import HarmonicTurboQuant, Int8, TurboQuant
 from polykv_lib.study.experiments import codec_frontier
-from polykv_lib.study.experiments.codec_search import candidate
 from polykv_lib.study.record import Outcome
 
 POINT = {
@@ -63,8 +62,8 @@ def test_single_layer_passes_are_those_of_the_whole_model(tiny: tuple[Any, Any])
     fed = ids[:, 48:-1]
     full = hf.logits(model, hf.full_cache(layers), fed, 48)[0]
     for o, bits in enumerate((1, 3, 4)):
-        lossless = hf.share(model, layers, ids[:, :48], keys=candidate("full+full").keys,
-                            values=[candidate("full+full").values, TurboQuant(bits, match_norm=True, norms="byte")])  # fmt: skip
+        lossless = hf.share(model, layers, ids[:, :48], keys=presets.codec("full+full").keys,
+                            values=[presets.codec("full+full").values, TurboQuant(bits, match_norm=True, norms="byte")])  # fmt: skip
         logits = hf.logits(model, lossless.agent_cache(1), fed, 48)[0]
         assert single["values"][1, o] == pytest.approx(
             kl_nats(full, logits).mean().item(), rel=1e-3
@@ -139,11 +138,11 @@ def test_options_ascend_in_bytes() -> None:
 
 
 def test_names_are_presets_or_pairs() -> None:
-    assert candidate("lean") == presets.codec("lean") == candidate("harmonic4+tq3")
-    assert candidate("int8+tq2@8").n_sink == 8
-    assert candidate("tiered") == presets.codec("tiered") == candidate("shaped4-3+tq4-2")
-    assert candidate("shaped") == presets.codec("shaped") == candidate("shaped4+tq3")
-    with pytest.raises(ValueError, match=r"'x\+tq2': no codec 'x'; choose from: int8, affine2"):
-        candidate("x+tq2")
+    assert presets.codec("lean") == presets.codec("harmonic4+tq3")
+    assert presets.codec("int8+tq2@8").n_sink == 8
+    assert presets.codec("tiered") == presets.codec("shaped4-3+tq4-2")
+    assert presets.codec("shaped") == presets.codec("shaped4+tq3")
+    with pytest.raises(ValueError, match=r"'x\+tq2': no codec 'x'; Choose one of: int8, affine2"):
+        presets.codec("x+tq2")
     with pytest.raises(ValueError, match="no codec 'leen'; did you mean 'lean'"):
-        candidate("leen")
+        presets.codec("leen")

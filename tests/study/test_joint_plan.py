@@ -17,7 +17,7 @@ from polykv_lib.study.experiments.joint_rows import Point, rows
 from polykv_lib.study.record import Outcome, Row
 
 TINY = Geometry(n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=64)
-MENU = ["full", "lean", "spare-3-2"]
+MENU = ["full", "lean", "tq3+tq2"]
 POINT = {
     "MODEL": "tiny",
     "SEED": 0,
@@ -134,7 +134,7 @@ def test_a_head_that_keeps_everything_holds_no_positions_whatever_the_others_kee
     assert sum(noted) == 2 * -(-90 // 8), "sinks and the rest, a bit for each token"
 
 
-@pytest.mark.parametrize("codec", ["full", "polykv", "lean", "tiered", "spare-3-2", "tq1-both"])
+@pytest.mark.parametrize("codec", ["full", "polykv", "lean", "tiered", "tq3+tq2", "tq1-both"])
 @pytest.mark.parametrize("n_kept", [1, 4, 5, 69, 130])
 def test_sizes_are_those_of_the_pool(codec: str, n_kept: int) -> None:
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from polykv_lib import hf
+from polykv_lib import hf, presets
 from polykv_lib.calibration import EncodedItem
 from polykv_lib.calibration.bits import choose_codecs
 from polykv_lib.kv import LayerKV
@@ -25,7 +25,6 @@ from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.pool import Side
 from polykv_lib.pool.freeze import pieces_of
 from polykv_lib.quantize import FullPrecision
-from polykv_lib.study.experiments.codec_search import KEYS, N_SINK, VALUES, candidate
 from polykv_lib.study.experiments.common import Say, Timer, dtype_name, facts, settings
 from polykv_lib.study.experiments.excerpts import passages
 from polykv_lib.study.experiments.frontier_rows import Costs, Plan, Score, plan_rows, rows
@@ -54,8 +53,8 @@ class Settings:
     def sides(self) -> dict[str, dict[str, Side]]:
         """The codecs that a layer may get for its keys, and for its values, by name."""
         return {
-            "keys": {name: KEYS[name] for name in self.key_options},
-            "values": {name: VALUES[name] for name in self.value_options},
+            "keys": {name: presets.KEYS[name] for name in self.key_options},
+            "values": {name: presets.VALUES[name] for name in self.value_options},
         }
 
 
@@ -93,7 +92,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     n_read = point.prefix_tokens - len(opening)
     n_tokens = n_read + point.scored_tokens + 1
     texts = list(passages(tokenizer, n_passages=point.n_passages, n_tokens=n_tokens))
-    chosen = {name: candidate(name) for name in point.codecs}
+    chosen = {name: presets.codec(name) for name in point.codecs}
     uniform: Named = {n: (c.keys, c.values, c.n_sink) for n, c in chosen.items()}
     scores: list[Score] = []
     singles: dict[str, list[Single]] = {side: [] for side in point.sides}
@@ -155,7 +154,7 @@ def _single_layer(model: Any, passage: Passage, point: Settings) -> dict[str, Si
     found = {}
     for side, options in point.sides.items():
         changed = (
-            (i, hf.read_back(layer, **PLAIN | {side: codec}, n_sink=N_SINK))
+            (i, hf.read_back(layer, **PLAIN | {side: codec}, n_sink=presets.N_SINK))
             for i, layer in enumerate(layers)
             for codec in options.values()
         )
@@ -169,10 +168,10 @@ def _costs(layer: LayerKV, point: Settings) -> Costs:
 
     def bits(side: str, codec: Side) -> float:
         stored = PLAIN | {side: codec}
-        pieces = list(pieces_of(layer, stored["keys"], stored["values"], N_SINK, None))[1:]
+        pieces = list(pieces_of(layer, stored["keys"], stored["values"], presets.N_SINK, None))[1:]
         held = [getattr(piece, side).data.nbytes for piece in pieces]
         placed = [piece.where.nbytes for piece in pieces if piece.where is not None]
-        return 8 * sum(held + placed) / layer.keys[:, :, N_SINK:].numel()
+        return 8 * sum(held + placed) / layer.keys[:, :, presets.N_SINK :].numel()
 
     return {
         side: {name: bits(side, codec) for name, codec in options.items()}
@@ -196,4 +195,4 @@ def _plan(means: Mapping[str, Single], costs: Costs, bits: int | float) -> Plan:
 
 def _codecs(plan: Plan, point: Settings) -> tuple[list[Side], list[Side], int]:
     keys, values = ([point.sides[side][name] for name in plan[side]] for side in plan)
-    return keys, values, N_SINK
+    return keys, values, presets.N_SINK

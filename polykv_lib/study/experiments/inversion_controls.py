@@ -9,19 +9,18 @@ inside an article; intervals resample articles.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from numpy import ndarray
+from jaxtyping import Int
 from torch import Tensor
 
 from polykv_lib import hf
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
-from polykv_lib.study.experiments.attention_shape import AttentionShape, mean_shape
 from polykv_lib.study.experiments.common import (
     Say,
     Timer,
@@ -30,7 +29,8 @@ from polykv_lib.study.experiments.common import (
     facts,
     settings,
 )
-from polykv_lib.study.experiments.controls import PAPER, control
+from polykv_lib.study.experiments.control_readings import Draw, readings
+from polykv_lib.study.experiments.controls import PAPER, Control, control
 from polykv_lib.study.experiments.excerpts import passages
 from polykv_lib.study.experiments.inversion_rows import Score, rows
 from polykv_lib.study.record import Outcome
@@ -56,6 +56,17 @@ class Settings:
         """Controls at a length, the published codec first."""
         rest = self.controls if n_prefix == self.control_tokens else ()
         return list(dict.fromkeys([PAPER, *rest]))
+
+    def draws(self, name: str, n_prefix: int) -> list[Draw]:
+        """A control with every seed, or once if a seed changes nothing.
+
+        At the length of the controls the first seed's attention is looked at.
+        """
+        chosen, watched = control(name), n_prefix == self.control_tokens
+        return [
+            Draw(control=chosen, seed=self.seed + i, watched=watched and i == 0)
+            for i in range(self.n_seeds if chosen.seeded else 1)
+        ]
 
     @property
     def lengths(self) -> list[int]:
@@ -147,38 +158,21 @@ def _score(
 ) -> Iterator[Score]:
     """One document under every control of its length."""
     fed, targets = window[:, :-1], window[0, 1:].to(model.device)
-    watched = n_prefix == point.control_tokens
-
-    def read(read_layers: Sequence[LayerKV], watch: bool) -> tuple[Tensor, AttentionShape | None]:
-        shapes: list[AttentionShape] = []
-
-        def see(_: int, layer: LayerKV) -> None:
-            shapes.append(AttentionShape.of(layer, n_prefix))
-
-        watching = hf.observed_cache(read_layers, see) if watch else hf.full_cache(read_layers)
-        logits = hf.logits(model, watching, fed, n_prefix)[0]
-        return logits, mean_shape(shapes) if watch else None
-
-    full, shape_full = read(layers, watched)
+    draws = {name: point.draws(name, n_prefix) for name in point.names(n_prefix)}
+    plain = Draw(control=Control(label="as it is"), seed=0, watched=draws[PAPER][0].watched)
+    read = readings(model, layers, fed, [plain, *chain.from_iterable(draws.values())])
+    full, shape_full = next(read)
     nll_full = token_nll(full, targets)
-    for name in point.names(n_prefix):
-        chosen, shape = control(name), None
-        deltas: list[Float[ndarray, " scored"]] = []
-        kl: list[float] = []
-        for seed in range(point.seed, point.seed + (point.n_seeds if chosen.seeded else 1)):
-            first = not deltas
-            logits, seen = read(chosen.apply(layers, seed), watched and first)
-            shape = seen if first else shape
-            deltas.append((token_nll(logits, targets) - nll_full).cpu().numpy())
-            kl.append(kl_nats(full, logits).mean().item())
+    for name, own in draws.items():
+        logits, shapes = zip(*islice(read, len(own)), strict=True)
         yield Score(
             article=article,
             passage=passage,
             n_prefix=n_prefix,
             control=name,
-            nll_delta=np.stack(deltas),
-            kl=np.array(kl),
-            shape=shape,
+            nll_delta=np.stack([(token_nll(x, targets) - nll_full).cpu().numpy() for x in logits]),
+            kl=np.array([kl_nats(full, x).mean().item() for x in logits]),
+            shape=shapes[0],
             shape_full=shape_full,
         )
 

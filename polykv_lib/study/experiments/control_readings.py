@@ -1,0 +1,72 @@
+"""A continuation after a document as it is and after changed ones, several in one batch.
+
+Nothing of a batch depends on its other rows; together they keep the processor busier.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from polykv_lib import hf
+from polykv_lib.kv import LayerKV
+from polykv_lib.study.experiments.attention_shape import AttentionShape, mean_shape
+from polykv_lib.study.experiments.controls import Control
+
+AT_ONCE: Final = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A control with one seed."""
+
+    control: Control
+    seed: int
+    watched: bool = False  # whether its attention is looked at
+
+    def applied(self, layers: Sequence[LayerKV]) -> list[LayerKV]:
+        """The document as it is read."""
+        return self.control.apply(layers, self.seed)
+
+
+class Reading(NamedTuple):
+    """What a model says after a document, and where it looked."""
+
+    logits: Float[Tensor, "fed vocab"]
+    shape: AttentionShape | None
+
+
+def readings(
+    model: Any, layers: Sequence[LayerKV], fed: Int[Tensor, "1 fed"], draws: Sequence[Draw]
+) -> Iterator[Reading]:
+    """The tokens `fed` after each draw of a document, in order."""
+    n_prefix = layers[0].keys.shape[2]
+    for start in range(0, len(draws), AT_ONCE):
+        some = draws[start : start + AT_ONCE]
+        shapes: list[list[AttentionShape]] = [[] for _ in some]
+
+        def see(_: int, layer: LayerKV, some: Any = some, shapes: Any = shapes) -> None:
+            for i, draw in enumerate(some):
+                if draw.watched:
+                    shapes[i].append(AttentionShape.of(_row(layer, i), n_prefix))
+
+        changed = zip(*(draw.applied(layers) for draw in some), strict=True)
+        cache = hf.observed_cache([_stacked(rows) for rows in changed], see)
+        logits = hf.logits(model, cache, fed.expand(len(some), -1), n_prefix)
+        for own, shape in zip(logits, shapes, strict=True):
+            yield Reading(own, mean_shape(shape) if shape else None)
+
+
+def _stacked(rows: Sequence[LayerKV]) -> LayerKV:
+    return LayerKV(
+        keys=torch.cat([row.keys for row in rows]), values=torch.cat([row.values for row in rows])
+    )
+
+
+def _row(layer: LayerKV, i: int) -> LayerKV:
+    assert layer.queries is not None
+    keys, values, queries = (x[i : i + 1] for x in (layer.keys, layer.values, layer.queries))
+    return LayerKV(keys=keys, values=values, queries=queries, scale=layer.scale)
