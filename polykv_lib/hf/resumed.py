@@ -44,8 +44,10 @@ class FullLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Context and new tokens."""
-        return torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
+        """Context and new tokens; one context may serve several rows."""
+        rows = (key_states.shape[0], -1, -1, -1)
+        keys, values = self.keys.expand(rows), self.values.expand(rows)
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
 
 class GivenLayer(FullLayer):
@@ -89,4 +91,4 @@ def resumed(
     """The answer's logits if this layer's attention returns `parts`."""
     cache = Cache(layers=[FullLayer(own) for own in full.context])
     cache.layers[layer] = GivenLayer(full.context[layer], parts)
-    return logits_from(model, layer, full.entering[layer], cache, full.item)
+    return logits_from(model, layer, full.entering[layer], cache, full.item)[0]

@@ -1,6 +1,6 @@
 """What storing one layer alone changes: its keys and values read back, every other layer full."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,28 @@ def kl_of_each(
     model: PreTrainedModel,
     item: EncodedItem,
     layers: Sequence[LayerKV],
-    changed: Iterable[tuple[int, LayerKV]],
-) -> Iterator[float]:
-    """KL of the item's answer, nats a token, with one layer of its context changed at a time."""
+    changed: Iterable[Sequence[LayerKV]],
+) -> Float[ndarray, "layer change"]:
+    """KL of the item's answer, nats a token, with one layer of its context changed at a time.
+
+    Args:
+        model: a prepared model.
+        item: what is asked and answered after the context.
+        layers: the context as it is.
+        changed: for every layer, what may stand in its place; read as one batch.
+    """
     full, entering = tail_states(model, full_cache(layers), item)
-    for i, layer in changed:
-        cache = Cache(layers=[FullLayer(own) for own in (*layers[:i], layer, *layers[i + 1 :])])
-        yield float(kl_nats(full, logits_from(model, i, entering[i], cache, item)).mean())
+    found = []
+    for i, some in enumerate(changed):
+        stacked = LayerKV(
+            keys=torch.cat([own.keys for own in some]),
+            values=torch.cat([own.values for own in some]),
+        )
+        cache = Cache(layers=[FullLayer(own) for own in (*layers[:i], stacked, *layers[i + 1 :])])
+        hidden = entering[i].expand(len(some), -1, -1)
+        rows = logits_from(model, i, hidden, cache, item)
+        found.append([float(kl_nats(full, own).mean()) for own in rows])
+    return np.array(found)
 
 
 @torch.no_grad()
@@ -52,21 +67,23 @@ def codec_kl(
 
     Args:
         model: a prepared model.
-        items: calibration items; a pass from each layer on for every codec and item.
+        items: calibration items; a pass from each layer on for every item, all codecs in it.
         codecs: by name, such as those of `presets`; a lossless one costs 0 and takes no pass.
         say: told after each item.
     """
     lossy = {n: c for n, c in codecs.items() if not c.keys == c.values == FullPrecision()}
+    if not lossy:
+        n_layers = model.config.get_text_config().num_hidden_layers
+        return {name: np.zeros(n_layers) for name in codecs}
     families: dict[str, list[Float[ndarray, "layer codec"]]] = {}
     for done, item in enumerate(items, 1):
         layers = read_document(model, torch.tensor([item.context_ids]))
         changed = (
-            (i, read_back(layer, codec.keys, codec.values, codec.n_sink))
-            for i, layer in enumerate(layers)
-            for codec in lossy.values()
+            [read_back(layer, own.keys, own.values, own.n_sink) for own in lossy.values()]
+            for layer in layers
         )
-        kl = list(kl_of_each(model, item, layers, changed))
-        families.setdefault(item.family, []).append(np.reshape(kl, (len(layers), len(lossy))))
+        kl = kl_of_each(model, item, layers, changed)
+        families.setdefault(item.family, []).append(kl)
         if say is not None:
             say(f"{done} of {len(items)} items stored layer by layer")
     means = np.mean([np.mean(own, axis=0) for own in families.values()], axis=0)

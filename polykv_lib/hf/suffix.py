@@ -17,7 +17,7 @@ from polykv_lib.calibration import EncodedItem
 from polykv_lib.hf import compat
 from polykv_lib.metrics.perplexity import token_nll
 
-Hidden = Float[Tensor, "1 tail width"]
+Hidden = Float[Tensor, "row tail width"]
 
 
 @torch.no_grad()
@@ -85,13 +85,13 @@ def tail_states(
 @torch.no_grad()
 def logits_from(
     model: PreTrainedModel, start: int, hidden: Hidden, cache: Any, item: EncodedItem
-) -> Float[Tensor, "answer vocab"]:
+) -> Float[Tensor, "row answer vocab"]:
     """The logits of a pass that begins at layer `start` with what enters it.
 
     The cache of the layers before is not read; that of the others must have seen the context.
     """
     with _without_first(model, start):
-        return _logits(model, cache, item, inputs_embeds=hidden)[0]
+        return _logits(model, cache, item, inputs_embeds=hidden)
 
 
 def _logits(

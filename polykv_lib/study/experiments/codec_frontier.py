@@ -154,12 +154,13 @@ def _single_layer(model: Any, passage: Passage, point: Settings) -> dict[str, Si
     found = {}
     for side, options in point.sides.items():
         changed = (
-            (i, hf.read_back(layer, **PLAIN | {side: codec}, n_sink=presets.N_SINK))
-            for i, layer in enumerate(layers)
-            for codec in options.values()
+            [
+                hf.read_back(layer, **PLAIN | {side: codec}, n_sink=presets.N_SINK)
+                for codec in options.values()
+            ]
+            for layer in layers
         )
-        kl = list(hf.kl_of_each(model, passage.item, layers, changed))
-        found[side] = np.reshape(kl, (len(layers), len(options)))
+        found[side] = hf.kl_of_each(model, passage.item, layers, changed)
     return found
 
 
