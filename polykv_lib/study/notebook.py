@@ -12,10 +12,11 @@ import pandas as pd
 
 import polykv_lib
 from polykv_lib.study import params as parameters
-from polykv_lib.study import platform, provenance
+from polykv_lib.study import parts, platform, provenance
 from polykv_lib.study.estimate import estimate, this_machine
 from polykv_lib.study.own import OWN, own_table
 from polykv_lib.study.params import ExperimentParameters, Parameters
+from polykv_lib.study.parts import Parts
 from polykv_lib.study.record import Failure, Outcome, Record
 from polykv_lib.study.rows import pick, tidy
 from polykv_lib.study.store import Store, is_trial, key_of
@@ -72,8 +73,9 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
     """The record of these parameters: the stored one, else computed now and stored.
 
     A failure is stored too, with its type and message, and then raised: the point is computed again
-    the next time it is asked for. The provenance says whether the profile's grid holds the point;
-    one that it does not hold stays out of tables and figures.
+    the next time it is asked for, but for the parts of it that were kept (`study/parts.py`). The
+    provenance says whether the profile's grid holds the point; one that it does not hold stays out
+    of tables and figures.
 
     Args:
         experiment: module name in `polykv_lib.study.experiments`.
@@ -99,11 +101,15 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
         _say_if_trial(stored)
         return stored
     blank = Record(experiment=experiment, key=key, params=chosen.resolved, status="failed")
+    kept = _parts(chosen, experiment, key)
+    if names := kept.names:
+        _print(f"{experiment} {key}: {len(names)} parts are there from an earlier run")
     clock = Clock(profile=profile_of(chosen))
     try:
         if expected := estimate(chosen, this_machine()):
             _print(expected.checked())
-        outcome = compute(experiment, chosen.resolved)
+        with parts.keeping(kept):
+            outcome = compute(experiment, chosen.resolved)
     except Exception as error:
         failed = blank.model_copy(
             update={
@@ -118,13 +124,28 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
             "status": "ok",
             "rows": outcome.rows,
             "samples": outcome.samples,
-            "provenance": clock.provenance() | outcome.protocol | marks,
+            "provenance": clock.provenance() | outcome.protocol | marks | kept.provenance(),
         }
     )
     path = store.put(record)
+    kept.forget()
     _print(f"{experiment} {key}: {len(record.rows)} rows, stored in {path}")
     _say_if_trial(record)
     return record
+
+
+def _parts(chosen: Parameters, experiment: str, key: str) -> Parts:
+    """What an earlier run has kept of the point; nothing if it is forced."""
+    places, name = chosen.places, f"{experiment}__{key}"
+    folders = [
+        runs / profile_of(chosen) / "parts" / name / parts.made_with()
+        for runs in (places.runs, *(results.parent / "runs" for results in places.earlier))
+    ]
+    if not chosen.FORCE:
+        return Parts(write=folders[0], read=folders[1:])
+    anew = Parts(write=folders[0])
+    anew.forget()
+    return anew
 
 
 def compute(experiment: str, resolved: Mapping[str, Any]) -> Outcome:

@@ -122,8 +122,8 @@ def _identity(record: Record, row: Row) -> tuple[str, ...]:
     return profile, record.experiment, row.table, row.metric, row.kind, dims
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file by way of a temporary one beside it, making its folder.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file (text in UTF-8) by way of a temporary one beside it, making its folder.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -131,8 +131,8 @@ def write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:

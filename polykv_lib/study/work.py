@@ -118,12 +118,12 @@ def _frontier(p: CodecFrontier) -> Work:
 
 
 def _agents(p: AgentFidelity) -> Work:
-    n_readers, answers = READERS + len(p.CODECS), sum(p.N_AGENTS)
+    n_readers, answers = READERS + len(p.CODECS), max(p.N_AGENTS) + min(p.N_AGENTS)
     own = QUESTION_TOKENS + p.MAX_NEW_TOKENS
     documents = p.N_DOCS * len(p.CONTEXT_TOKENS)
     return Work(
         read=2 * p.N_DOCS * sum(p.CONTEXT_TOKENS) + documents * n_readers * answers * own,
-        steps=documents * n_readers * len(p.N_AGENTS) * p.MAX_NEW_TOKENS,
+        steps=documents * n_readers * 2 * p.MAX_NEW_TOKENS,
         document=max(p.CONTEXT_TOKENS),
         agents=max(p.N_AGENTS),
         own=own,

@@ -1,12 +1,13 @@
 """Records made up by formula: they have the shape of real ones and the profile "synthetic"."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polykv_lib.study.record import Record, Row
+from polykv_lib.study.parts import Parts, keeping
+from polykv_lib.study.record import Outcome, Record, Row
 from polykv_lib.study.store import Store
 
 MODEL = "smollm2-135m"
@@ -327,6 +328,26 @@ TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """Runs an experiment whose parts are kept, then again from its parts, which must be the same."""
+
+    def outcome(run: Callable[..., Outcome], point: dict[str, Any]) -> Outcome:
+        folder = tmp_path_factory.mktemp("parts") / "point" / "code"
+        first, second = Parts(write=folder), Parts(write=folder)
+        with keeping(first):
+            computed = run(point, lambda text: None)
+        with keeping(second):
+            again = run(point, lambda text: None)
+        assert not first.resumed, "no two parts of a point have one name"
+        assert len(second.names) > 1
+        assert set(second.resumed) == second.names
+        assert (again.rows, again.samples) == (computed.rows, computed.samples)
+        return computed
+
+    return outcome
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,10 +51,10 @@ PPL = {
 
 
 @pytest.fixture(scope="module")
-def ppl(tiny: tuple[Any, Any]) -> Outcome:
+def ppl(tiny: tuple[Any, Any], in_parts: Callable[..., Outcome]) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(excerpts, "wikitext2", offline)
-        return ppl_inversion.run(PPL, silent)
+        return in_parts(ppl_inversion.run, PPL)
 
 
 def offline() -> Any:
@@ -275,8 +276,8 @@ FIDELITY = {
 
 
 @pytest.fixture(scope="module")
-def fidelity(tiny: tuple[Any, Any]) -> Outcome:
-    return agent_fidelity.run(FIDELITY, silent)
+def fidelity(tiny: tuple[Any, Any], in_parts: Callable[..., Outcome]) -> Outcome:
+    return in_parts(agent_fidelity.run, FIDELITY)
 
 
 def test_a_lossless_pool_gives_the_reference_answers(fidelity: Outcome) -> None:
@@ -289,6 +290,20 @@ def test_a_lossless_pool_gives_the_reference_answers(fidelity: Outcome) -> None:
         assert abs(nll.value) < 1e-5
         assert f1.value == pytest.approx(1, abs=1e-5)
         assert (f1.dims["encoder"], f1.dims["layer"], f1.dims["rescaled"]) == ("minilm", 5, False)
+
+
+def test_fewer_agents_are_the_first_of_the_batch(fidelity: Outcome) -> None:
+    for row in found(fidelity, "fidelity", "token_overlap", control="pool", codec="kivi2"):
+        n = row.dims["n_agents"]
+        own = [
+            s["token_overlap"]
+            for s in fidelity.samples
+            if (s["control"], s["codec"]) == ("pool", "kivi2") and s["agent"] <= n
+        ]
+        assert len(own) == 2 * n
+        assert row.value == pytest.approx(sum(own) / len(own), abs=1e-4)
+    for row in found(fidelity, "fidelity", "same_in_small_batch"):
+        assert (row.value, row.n) == (1, 2)
 
 
 def test_nll_of_an_answer_is_that_of_one_plain_forward(tiny: tuple[Any, Any]) -> None:
@@ -313,7 +328,7 @@ def test_controls_do_not_agree_and_cost_likelihood(fidelity: Outcome) -> None:
 
 
 def test_every_answer_is_kept_beside_its_reference(fidelity: Outcome) -> None:
-    assert len(fidelity.samples) == 2 * (2 + 3) * 4  # documents, agents, two pools and two controls
+    assert len(fidelity.samples) == 2 * 3 * 4  # documents, agents, two pools and two controls
     first = fidelity.samples[0]
     assert (
         first["question"]

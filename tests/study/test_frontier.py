@@ -1,5 +1,6 @@
 """The codec frontier: whole codecs under a total, pools with codecs by layer, and the experiment."""
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -30,8 +31,8 @@ POINT = {
 
 
 @pytest.fixture(scope="module")
-def outcome(tiny: tuple[Any, Any]) -> Outcome:
-    return codec_frontier.run(POINT, lambda text: None)
+def outcome(tiny: tuple[Any, Any], in_parts: Callable[..., Outcome]) -> Outcome:
+    return in_parts(codec_frontier.run, POINT)
 
 
 def found(outcome: Outcome, table: str, metric: str, **dims: object) -> list[Any]:
@@ -54,11 +55,9 @@ def test_single_layer_passes_are_those_of_the_whole_model(tiny: tuple[Any, Any])
     model, _ = tiny
     ids = torch.randint(0, 200, (1, 61), generator=torch.Generator().manual_seed(0))
     layers = hf.read_document(model, ids[:, :48])
-    passage = codec_frontier.Passage(
-        article="a", ids=ids[:, :48], layers=layers, window=ids[0, 48:]
-    )
+    passage = codec_frontier.Passage(article="a", ids=ids[:, :48], window=ids[0, 48:])
     point = codec_frontier.settings(codec_frontier.Settings, POINT)
-    single = codec_frontier._single_layer(model, passage, point)
+    single = codec_frontier._single_layer(model, passage, layers, point)
     fed = ids[:, 48:-1]
     full = hf.logits(model, hf.full_cache(layers), fed, 48)[0]
     for o, bits in enumerate((1, 3, 4)):

@@ -1,5 +1,7 @@
 """The inversion experiment: controls against plain arithmetic, and the rule against made-up rows."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from polykv_lib.kv import LayerKV
 from polykv_lib.quantize import TurboQuant
 from polykv_lib.study.experiments import excerpts, inversion_controls, inversion_rows
 from polykv_lib.study.experiments.attention_shape import AttentionShape
+from polykv_lib.study.experiments.control_readings import AT_ONCE, Draw, readings
 from polykv_lib.study.experiments.controls import CONTROLS, control
 from polykv_lib.study.inversion import answer, decision, verdict
 from polykv_lib.study.record import Outcome, Record, Row
@@ -31,8 +34,8 @@ POINT = {
 
 
 @pytest.fixture(scope="module")
-def outcome(tiny: tuple[Any, Any]) -> Outcome:
-    return inversion_controls.run(POINT, lambda text: None)
+def outcome(tiny: tuple[Any, Any], in_parts: Callable[..., Outcome]) -> Outcome:
+    return in_parts(inversion_controls.run, POINT)
 
 
 def values(outcome: Outcome, metric: str, **dims: object) -> list[Any]:
@@ -105,6 +108,27 @@ def test_an_observed_cache_predicts_as_the_plain_one(tiny: tuple[Any, Any]) -> N
     plain = hf.logits(model, hf.full_cache(layers), ids[:, 30:], 30)
     torch.testing.assert_close(hf.logits(model, watched, ids[:, 30:], 30), plain)
     assert seen == [0, 1]
+
+
+def test_documents_read_in_one_batch_are_each_read_alone(tiny: tuple[Any, Any]) -> None:
+    model, _ = tiny
+    ids = torch.randint(0, 200, (1, 90), generator=torch.Generator().manual_seed(2))
+    layers = hf.read_document(model, ids[:, :70])
+    names = ("paper", "k-only", "temperature-1.1")
+    draws = [Draw(control=control(name), seed=s, watched=s == 1) for name in names for s in (0, 1)]
+    fed = ids[:, 70:]
+    together = list(readings(model, layers, fed, draws))
+    assert len(draws) <= AT_ONCE, "one batch"
+    for draw, (logits, shape) in zip(draws, together, strict=True):
+        changed = draw.control.apply(layers, draw.seed)
+        alone = hf.logits(model, hf.full_cache(changed), fed, 70)[0]
+        torch.testing.assert_close(logits, alone, atol=1e-5, rtol=0)
+        [(_, seen)] = readings(model, layers, fed, [draw])
+        assert (shape is None) == (draw.seed == 0)
+        assert shape == seen or dataclasses.astuple(shape) == pytest.approx(
+            dataclasses.astuple(seen), abs=1e-5
+        )
+    assert (together[0].logits - together[1].logits).abs().max() > 1e-3, "control: another seed"
 
 
 def test_the_codec_is_run_at_every_length_and_the_controls_at_one(outcome: Outcome) -> None:

@@ -1,5 +1,6 @@
 """The joint plan on the tiny model: bytes of tensors, what is compared, and the points it wins."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +40,8 @@ POINT = {
 
 
 @pytest.fixture(scope="module")
-def outcome(tiny: tuple[Any, Any]) -> Outcome:
-    return joint_plan.run(POINT, lambda text: None)
+def outcome(tiny: tuple[Any, Any], in_parts: Callable[..., Outcome]) -> Outcome:
+    return in_parts(joint_plan.run, POINT)
 
 
 def found(outcome: Outcome, table: str, metric: str, **dims: object) -> list[Row]:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -73,8 +74,8 @@ CONTROLS = {"best single, our budgets", "ours, budgets shuffled"}
 
 
 @pytest.fixture(scope="module")
-def recovery(tiny: tuple[Any, Any]) -> Outcome:
-    return plan_recovery.run(RECOVERY, silent)
+def recovery(tiny: tuple[Any, Any], in_parts: Callable[..., Outcome]) -> Outcome:
+    return in_parts(plan_recovery.run, RECOVERY)
 
 
 def of_budget(outcome: Outcome, what: str, keep: float) -> Any:
@@ -253,8 +254,8 @@ ABLATIONS = SHARED | {
 
 
 @pytest.fixture(scope="module")
-def ablations(tiny: tuple[Any, Any]) -> Outcome:
-    return plan_ablations.run(ABLATIONS, silent)
+def ablations(tiny: tuple[Any, Any], in_parts: Callable[..., Outcome]) -> Outcome:
+    return in_parts(plan_ablations.run, ABLATIONS)
 
 
 def test_each_signal_has_its_opposite_and_every_part_its_row(ablations: Outcome) -> None:

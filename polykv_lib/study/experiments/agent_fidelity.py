@@ -3,6 +3,9 @@
 All agents of a document answer in one batch, greedily, through the chat template. The reference is
 the same model's answer over the full-precision cache: this measures agreement, not correctness. Two
 controls say what agreement is worth: agents that read another document, and agents that read none.
+
+The largest batch is run, and smaller ones are its first agents, as no row of a batch depends on
+another. The smallest batch is run again, and the share of its answers that are the same is stored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +30,7 @@ from polykv_lib.study.experiments.common import (
     settings,
 )
 from polykv_lib.study.experiments.readers import readers
+from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks.agents import questions
 
@@ -61,17 +65,18 @@ class Answer:
     control: str
     codec: str
     context_tokens: int
-    n_agents: int
+    agent: int
     document: str
     question: str
     reference: str
     answer: str
     nll_delta_nats: float | None  # of the reference's tokens; None where it has none
+    same_in_small_batch: float | None  # 0 or 1; None where the smallest batch has no such agent
 
     @property
-    def setting(self) -> tuple[int, int, str, str]:
-        """What a mean is taken within."""
-        return self.context_tokens, self.n_agents, self.control, self.codec
+    def setting(self) -> tuple[int, str, str]:
+        """What a mean is taken within, beside the number of agents."""
+        return self.context_tokens, self.control, self.codec
 
 
 def run(params: Mapping[str, Any], say: Say) -> Outcome:
@@ -82,7 +87,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     tasks = list(_tasks(tokenizer, point))
     given: list[Answer] = []
     for i, task in enumerate(tasks):
-        given += answers(model, tokenizer, task, point)
+        given += part(f"document-{i}", list, answers(model, tokenizer, task, point))
         say(
             f"agents on {task.document.shape[1]:,} tokens of {task.title}, "
             f"document {i + 1} of {len(tasks)}, {timer.seconds:.0f} s"
@@ -121,26 +126,29 @@ def _tasks(tokenizer: Any, point: Settings) -> Iterator[Task]:
 
 def answers(model: Any, tokenizer: Any, task: Task, point: Settings) -> Iterator[Answer]:
     """The agents' answers from every pool and control, each beside that from the full cache."""
-    asked = questions(max(point.n_agents))
+    few, n = min(point.n_agents), max(point.n_agents)
+    asked = questions(n)
     full, *others = readers(model, tokenizer, task.document, task.stranger, asked, point.codecs)
     limits = point.max_new_tokens, hf.stop_ids(tokenizer, model.generation_config.eos_token_id)
-    for n in point.n_agents:
-        references = full.answer(model, n, *limits)
-        full_nll = [full.nll(model, i, reference) for i, reference in enumerate(references)]
-        for reader in others:
-            for i, answer in enumerate(reader.answer(model, n, *limits)):
-                before, after = full_nll[i], reader.nll(model, i, references[i])
-                yield Answer(
-                    control=reader.control,
-                    codec=reader.codec,
-                    context_tokens=task.document.shape[1],
-                    n_agents=n,
-                    document=task.title,
-                    question=asked[i],
-                    reference=_text(tokenizer, references[i]),
-                    answer=_text(tokenizer, answer),
-                    nll_delta_nats=None if before is None or after is None else after - before,
-                )
+    references = full.answer(model, n, *limits)
+    full_nll = [full.nll(model, i, reference) for i, reference in enumerate(references)]
+    for reader in others:
+        given = reader.answer(model, n, *limits)
+        again = given if few == n else reader.answer(model, few, *limits)
+        for i, (reference, answer) in enumerate(zip(references, given, strict=True)):
+            before, after = full_nll[i], reader.nll(model, i, reference)
+            yield Answer(
+                control=reader.control,
+                codec=reader.codec,
+                context_tokens=task.document.shape[1],
+                agent=i + 1,
+                document=task.title,
+                question=asked[i],
+                reference=_text(tokenizer, reference),
+                answer=_text(tokenizer, answer),
+                nll_delta_nats=None if before is None or after is None else after - before,
+                same_in_small_batch=float(answer == again[i]) if i < few else None,
+            )
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:
@@ -150,33 +158,47 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 
 def rows(given: Sequence[Answer], scores: BertScores, point: Settings) -> Iterator[Row]:
     """Means over the agents of each setting, with intervals over its documents."""
-    scored: dict[tuple[int, int, str, str], list[tuple[Answer, float]]] = {}
+    scored: dict[tuple[int, str, str], list[tuple[Answer, float]]] = {}
     for answer, f1 in zip(given, scores.f1, strict=True):
         scored.setdefault(answer.setting, []).append((answer, f1))
-    for (context_tokens, n_agents, control, codec), pairs in scored.items():
-        dims = {
-            "model": point.model,
-            "text": CORPUS,
-            "context_tokens": context_tokens,
-            "n_agents": n_agents,
-            "control": control,
-            "codec": codec,
-            "encoder": scores.encoder,
-            "layer": scores.layer,
-            "rescaled": scores.rescaled,
-        }
-        own = [a for a, _ in pairs]
-        values: dict[str, tuple[str, list[float | None]]] = {
-            "bertscore_f1": ("F1", [f1 for _, f1 in pairs]),
-            "token_overlap": ("share", [token_overlap(a.answer, a.reference) for a in own]),
-            "exact_match": ("share", [exact_match(a.answer, a.reference) for a in own]),
-            "nll_delta_nats": ("nats", [a.nll_delta_nats for a in own]),
-        }
-        for metric, (unit, numbers) in values.items():
-            mean = _mean_over_documents([a.document for a in own], numbers, point.seed)
-            yield row("fidelity", metric, mean, unit, dims)
-        empty = n_empty([a.answer for a in own], [a.reference for a in own])
-        yield row("fidelity", "n_empty", empty, "answers", dims, n=len(own))
+    for n_agents in point.n_agents:
+        for setting, pairs in scored.items():
+            first = [(a, f1) for a, f1 in pairs if a.agent <= n_agents]
+            yield from _setting_rows(setting, n_agents, first, scores, point)
+
+
+def _setting_rows(
+    setting: tuple[int, str, str],
+    n_agents: int,
+    pairs: Sequence[tuple[Answer, float]],
+    scores: BertScores,
+    point: Settings,
+) -> Iterator[Row]:
+    context_tokens, control, codec = setting
+    dims = {
+        "model": point.model,
+        "text": CORPUS,
+        "context_tokens": context_tokens,
+        "n_agents": n_agents,
+        "control": control,
+        "codec": codec,
+        "encoder": scores.encoder,
+        "layer": scores.layer,
+        "rescaled": scores.rescaled,
+    }
+    own = [a for a, _ in pairs]
+    values: dict[str, tuple[str, list[float | None]]] = {
+        "bertscore_f1": ("F1", [f1 for _, f1 in pairs]),
+        "token_overlap": ("share", [token_overlap(a.answer, a.reference) for a in own]),
+        "exact_match": ("share", [exact_match(a.answer, a.reference) for a in own]),
+        "nll_delta_nats": ("nats", [a.nll_delta_nats for a in own]),
+        "same_in_small_batch": ("share", [a.same_in_small_batch for a in own]),
+    }
+    for metric, (unit, numbers) in values.items():
+        mean = _mean_over_documents([a.document for a in own], numbers, point.seed)
+        yield row("fidelity", metric, mean, unit, dims)
+    empty = n_empty([a.answer for a in own], [a.reference for a in own])
+    yield row("fidelity", "n_empty", empty, "answers", dims, n=len(own))
 
 
 def _mean_over_documents(

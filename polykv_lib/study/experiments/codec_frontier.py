@@ -8,7 +8,7 @@ of them are scored again, as pools read from their packed codes; nothing is chos
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from polykv_lib.quantize import FullPrecision
 from polykv_lib.study.experiments.common import Say, Timer, dtype_name, facts, settings
 from polykv_lib.study.experiments.excerpts import passages
 from polykv_lib.study.experiments.frontier_rows import Costs, Plan, Score, plan_rows, rows
+from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 
 PLAIN: Final[dict[str, Side]] = {"keys": FullPrecision(), "values": FullPrecision()}
@@ -60,11 +61,10 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A prefilled document and the window that is scored after it."""
+    """A document and the window that is scored after it."""
 
     article: str
     ids: Int[Tensor, "1 token"]
-    layers: list[LayerKV]
     window: Int[Tensor, " window"]
 
     @property
@@ -81,6 +81,14 @@ class Passage:
         )
 
 
+class Read(NamedTuple):
+    """What a passage says; of single layers and their codecs in the selection half alone."""
+
+    scores: list[Score]
+    singles: dict[str, Single]
+    costs: Costs
+
+
 Named = dict[str, tuple[Any, Any, int]]  # key codecs, value codecs, sinks
 
 
@@ -94,24 +102,24 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     texts = list(passages(tokenizer, n_passages=point.n_passages, n_tokens=n_tokens))
     chosen = {name: presets.codec(name) for name in point.codecs}
     uniform: Named = {n: (c.keys, c.values, c.n_sink) for n, c in chosen.items()}
-    scores: list[Score] = []
-    singles: dict[str, list[Single]] = {side: [] for side in point.sides}
+    read: dict[str, list[Read]] = {"selection": [], "report": []}
     plans: dict[str, Plan] = {}
     for role, half in (("selection", texts[1::2]), ("report", texts[::2])):
         by_layer = {name: _codecs(plan, point) for name, plan in plans.items()}
         for i, (text, ids) in enumerate(half):
             document = torch.cat((opening, ids[:n_read]))[None]
-            layers = hf.read_document(model, document)
-            passage = Passage(article=text.title, ids=document, layers=layers, window=ids[n_read:])
-            scores += _scores(model, passage, role, uniform | by_layer)
-            if role == "selection":
-                for side, single in _single_layer(model, passage, point).items():
-                    singles[side].append(single)
+            passage = Passage(article=text.title, ids=document, window=ids[n_read:])
+            named = uniform | by_layer
+            read[role].append(part(f"{role}-{i}", _read, model, passage, role, named, point))
             say(f"{role} {i + 1} of {len(half)}, {text.title}, {timer.seconds:.0f} s")
         if role == "selection":
-            means = {side: np.mean(found, axis=0) for side, found in singles.items()}
-            costs = _costs(layers[0], point)
+            means = {
+                side: np.mean([own.singles[side] for own in read[role]], axis=0)
+                for side in point.sides
+            }
+            costs = read[role][0].costs
             plans = {f"by layer, {b:g} bits": _plan(means, costs, b) for b in point.budgets}
+    scores = [score for half in read.values() for own in half for score in own.scores]
     dims = {"model": point.model, "prefix_tokens": point.prefix_tokens, "dtype": dtype_name(model)}
     return Outcome(
         rows=[
@@ -129,14 +137,24 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     )
 
 
-def _scores(model: Any, passage: Passage, role: str, named: Named) -> Iterator[Score]:
+def _read(model: Any, passage: Passage, role: str, named: Named, point: Settings) -> Read:
+    layers = hf.read_document(model, passage.ids)
+    scores = list(_scores(model, passage, layers, role, named))
+    if role == "report":
+        return Read(scores, {}, {})
+    return Read(scores, _single_layer(model, passage, layers, point), _costs(layers[0], point))
+
+
+def _scores(
+    model: Any, passage: Passage, layers: Sequence[LayerKV], role: str, named: Named
+) -> Iterator[Score]:
     """The passage after each codec's pool."""
     n_prefix = passage.ids.shape[1]
     fed, targets = passage.window[None, :-1], passage.window[1:].to(model.device)
-    full = hf.logits(model, hf.full_cache(passage.layers), fed, n_prefix)[0]
+    full = hf.logits(model, hf.full_cache(layers), fed, n_prefix)[0]
     nll_full = token_nll(full, targets)
     for name, (keys, values, n_sink) in named.items():
-        pool = hf.share(model, passage.layers, passage.ids, keys=keys, values=values, n_sink=n_sink)
+        pool = hf.share(model, layers, passage.ids, keys=keys, values=values, n_sink=n_sink)
         logits = hf.logits(model, pool.agent_cache(1), fed, n_prefix)[0]
         yield Score(
             article=passage.article,
@@ -148,9 +166,10 @@ def _scores(model: Any, passage: Passage, role: str, named: Named) -> Iterator[S
         )
 
 
-def _single_layer(model: Any, passage: Passage, point: Settings) -> dict[str, Single]:
+def _single_layer(
+    model: Any, passage: Passage, layers: Sequence[LayerKV], point: Settings
+) -> dict[str, Single]:
     """KL of the window with one layer's keys (or values) stored by each option, the rest full."""
-    layers = passage.layers
     found = {}
     for side, options in point.sides.items():
         changed = (

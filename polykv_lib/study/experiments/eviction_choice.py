@@ -29,6 +29,7 @@ from polykv_lib.study.experiments.eviction_plans import (
     paper_b,
     shuffled_budgets,
 )
+from polykv_lib.study.parts import part
 
 Plans: TypeAlias = Mapping[str, PlanFor]
 Scores: TypeAlias = dict[float, list[PlanScore]]  # by the share that is kept
@@ -67,12 +68,13 @@ def compared(
     n_layers = model.config.get_text_config().num_hidden_layers
     singles = {k: {n: single(n, k, n_layers) for n in considered.policies} for k in keeps}
     uniform = {k: {n: own[n] for n in considered.uniform} for k, own in singles.items()}
-    scores = scores_of(model, items, uniform, say)
+    scores = part("singles", scores_of, model, items, uniform, say)
     best = {k: least(scores[k], uniform[k]) for k in keeps}
-    routed, gains = measured(model, items, considered, say)
-    for own, others in _halves(items):
+    routed, gains = part("measured", measured, model, items, considered, say)
+    for i, (own, others) in enumerate(_halves(items)):
         rivals = {k: _rivals(_part(gains, others), k, best[k], considered) for k in keeps}
-        for k, more in scores_of(model, own, rivals, say).items():
+        held_out = part(f"half-{i}", scores_of, model, own, rivals, say)
+        for k, more in held_out.items():
             scores[k] += more
     return [_compared(k, best[k], singles[k], routed, gains, scores[k], considered) for k in keeps]
 

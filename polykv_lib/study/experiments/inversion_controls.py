@@ -22,6 +22,7 @@ from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.study.experiments.common import (
+    Document,
     Say,
     Timer,
     compressed,
@@ -33,6 +34,7 @@ from polykv_lib.study.experiments.control_readings import Draw, readings
 from polykv_lib.study.experiments.controls import PAPER, Control, control
 from polykv_lib.study.experiments.excerpts import passages
 from polykv_lib.study.experiments.inversion_rows import Score, rows
+from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 
 LOSSLESS_NATS = 1e-4  # mean |difference| a token between a pool and the same codec's round trip
@@ -88,16 +90,9 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
         tokenizer, n_passages=point.n_passages, n_tokens=longest + point.scored_tokens + 1
     )
     scores: list[Score] = []
-    for i, (text, ids) in enumerate(chosen):
-        prefix, window = ids[:longest], ids[None, longest:]
-        for n_prefix in point.lengths:
-            own = prefix[longest + len(opening) - n_prefix :]
-            document = torch.cat((torch.tensor(opening, dtype=torch.int64), own))[None]
-            layers = hf.read_document(model, document)
-            if not scores:
-                check_round_trip(model, layers, document, window)
-            scores += _score(model, layers, window, n_prefix, point, text.title, i)
-        say(f"passage {i + 1} of {point.n_passages}, {text.title}, {timer.seconds:.0f} s")
+    for i, passage in enumerate(chosen):
+        scores += part(f"passage-{i}", list, _scores(model, opening, *passage, i, point))
+        say(f"passage {i + 1} of {point.n_passages}, {passage[0].title}, {timer.seconds:.0f} s")
     return Outcome(
         rows=list(
             rows(
@@ -119,6 +114,26 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
             "seconds": timer.seconds,
         },
     )
+
+
+def _scores(
+    model: Any,
+    opening: Sequence[int],
+    text: Document,
+    ids: Int[Tensor, " token"],
+    passage: int,
+    point: Settings,
+) -> Iterator[Score]:
+    """One passage at every length; the first one shows that the codec is what a pool reads."""
+    longest = max(point.lengths) - len(opening)
+    prefix, window = ids[:longest], ids[None, longest:]
+    for n_prefix in point.lengths:
+        own = prefix[longest + len(opening) - n_prefix :]
+        document = torch.cat((torch.tensor(opening, dtype=torch.int64), own))[None]
+        layers = hf.read_document(model, document)
+        if passage == 0 and n_prefix == min(point.lengths):
+            check_round_trip(model, layers, document, window)
+        yield from _score(model, layers, window, n_prefix, point, text.title, passage)
 
 
 def check_round_trip(

@@ -31,6 +31,7 @@ from polykv_lib.study.experiments.joint_methods import (
     singles,
 )
 from polykv_lib.study.experiments.joint_rows import Point, plan_rows, rows
+from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 
 
@@ -67,7 +68,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     calibrated = timer.seconds
     results: list[Result] = []
     for i, item in enumerate(test, 1):
-        results += scored(model, item, methods, budgets)
+        results += part(f"test-{i}", list, scored(model, item, methods, budgets))
         say(f"{i} of {len(test)} test items scored, {timer.seconds:.0f} s")
     shown = Point(
         dims={"model": point.model, "suite": point.suite, "question": point.question},
@@ -113,15 +114,17 @@ def _methods(
         }
         for share, own in budgets.items()
     }
-    scores = eviction_choice.scores_of(model, items, uniform, say)
+    scores = part("singles", eviction_choice.scores_of, model, items, uniform, say)
     best = {share: least_single(scores[share], list(uniform[share])) for share in budgets}
-    routed, gains = eviction_choice.measured(model, items, considered, say)
+    routed, gains = part("measured", eviction_choice.measured, model, items, considered, say)
     each_family = {item.family: item for item in items}
     offered = {name: presets.codec(name) for name in point.menu}
-    codecs = hf.codec_kl(model, list(each_family.values()), offered, say)
+    codecs = part("codecs", hf.codec_kl, model, list(each_family.values()), offered, say)
     known = Calibrated(routed=routed, gains=gains, codecs=codecs, level=point.level)
     quantised = [s for b in budgets.values() for s in singles(b, best[b.share], point.fixed)]
-    tried = [result for item in items for result in scored(model, item, quantised, budgets)]
+    tried: list[Result] = []
+    for i, item in enumerate(items):
+        tried += part(f"tried-{i}", list, scored(model, item, quantised, budgets))
     for share, budget in budgets.items():
         yield from alone(budget, point.family, shortest)
         yield from singles(budget, best[share], ["full"])

@@ -24,6 +24,7 @@ from polykv_lib.study.experiments.eviction_plans import best_single
 from polykv_lib.study.experiments.eviction_scores import check_evicted, protocol
 from polykv_lib.study.experiments.plan_phases import long_answers
 from polykv_lib.study.experiments.plan_variants import Variant, What, placements, variants
+from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome, Row
 
 
@@ -55,25 +56,28 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     items = [a.encoded for a in calibration]
     n_layers = model.config.get_text_config().num_hidden_layers
     each = {name: single(name, point.keep, n_layers) for name in point.candidates}
-    best = best_single(model, items, each, say)
+    best = part("best", best_single, model, items, each, say)
     measuring: dict[str, Any] = {
         "target": point.keep,
         "fractions": points_for(point.keep),
         "policies": [POLICIES[name] for name in point.candidates],
     }
-    made = list(variants(measure(model, items, say=say, **measuring), best, each[best]))
+    gains = part("measured", measure, model, items, say=say, **measuring)
+    made = list(variants(gains, best, each[best]))
     counts: dict[What, int] = {"policies": point.n_shuffles, "budgets": point.n_budget_shuffles}
     drawn = list(placements(made, counts, point.seed))
     plans = {v.name: v.plan for v in [*made, *drawn]}
-    scores = hf.evaluate_plans(model, [a.encoded for a in test], plans, say=say)
+    tested = [a.encoded for a in test]
+    scores = part("test", hf.evaluate_plans, model, tested, plans, say=say)
     _check(scores, model)
     found, samples = list(rows(scores, made, drawn, point)), _samples(scores, drawn)
     if point.phase_tasks:
         before, after = replace(point, tasks=point.phase_tasks).both(tokenizer)
-        of_phases = plan_phases.measured(model, long_answers(before), say, **measuring)
+        asked = long_answers(before), say
+        of_phases = part("phases", plan_phases.measured, model, *asked, **measuring)
         phased = list(plan_phases.variants(of_phases, best, each[best]))
         plans = {v.name: v.plan for v in phased}
-        scores = hf.evaluate_plans(model, long_answers(after), plans, say=say)
+        scores = part("phases-test", hf.evaluate_plans, model, long_answers(after), plans, say=say)
         after_prefill = {v.name for v in phased if v.phase != "decode"}
         _check([s for s in scores if s.plan in after_prefill], model)
         found += phase_rows(scores, phased, point)

@@ -19,6 +19,7 @@ from polykv_lib.study.experiments.eviction_items import Asked, Wanted
 from polykv_lib.study.experiments.eviction_plans import OURS, Compared
 from polykv_lib.study.experiments.eviction_scores import Result, protocol, results
 from polykv_lib.study.experiments.recovery_rows import Point, rows
+from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 
 
@@ -101,14 +102,16 @@ def _score(
     methods = [method for own in chosen for method in own.methods]
     ours = {own.keep: own.ours for own in chosen}
     for i, asked in enumerate(test, 1):
-        for result in results(
+        computed = results(
             model,
             tokenizer,
             asked,
             methods,
             point.codecs,
             max_new_tokens=point.max_new_tokens,
-        ):
+        )
+        found: list[Result] = part(f"test-{i}", list, computed)
+        for result in found:
             yield result
             if result.method == ours[result.keep]:
                 yield replace(result, method=OURS)

@@ -28,6 +28,7 @@ from polykv_lib.study.experiments.common import (
     settings,
 )
 from polykv_lib.study.experiments.excerpts import Excerpt, Protocol, excerpts
+from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome, Row
 
 # Mean |difference| in nats a token that is rounding, by the dtype in which the model computes.
@@ -120,7 +121,8 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
         for i, excerpt in enumerate(chosen):
             if not scores:
                 check_lossless(model, excerpt, opening)
-            scores += score(model, excerpt, point.codecs_of(excerpt), opening)
+            scored = score(model, excerpt, point.codecs_of(excerpt), opening)
+            scores += part(f"{protocol}-{i}", list, scored)
             say(
                 f"{protocol}, excerpt {i + 1}: {excerpt.n_prefix:,} tokens of {excerpt.title}, "
                 f"{timer.seconds:.0f} s"

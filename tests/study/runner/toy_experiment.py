@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from polykv_lib.study import param_types, params
+from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 
 
@@ -21,6 +22,10 @@ class OutOfMemoryError(RuntimeError):
     pass
 
 
+def count(i: int) -> int:
+    return i
+
+
 def run(resolved: Mapping[str, Any], say: Callable[[str], None]) -> Outcome:
     say(f"counting to {resolved['N']}")
     match resolved["FAIL"]:
@@ -32,10 +37,11 @@ def run(resolved: Mapping[str, Any], say: Callable[[str], None]) -> Outcome:
             os._exit(9)
         case "quit":
             sys.exit(0)
+    parts = [part(f"{i}", count, i) for i in range(resolved["N"])]
     row = {
         "table": "toy",
         "metric": "n",
-        "value": resolved["N"],
+        "value": len(parts),
         "unit": "1",
         "n": 1,
         "dims": {"n_agents": resolved["N"]},
