@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polykv_lib.evict import Plan
-    from polykv_lib.hf import ask, build_pool, calibrate, load_model, load_pool, prefill, prepare
-    from polykv_lib.hf import document_ids as document_ids
+    from polykv_lib.hf import (
+        ask,
+        build_pool,
+        calibrate,
+        calibrate_joint,
+        document_ids,
+        load_model,
+        load_pool,
+        prefill,
+        prepare,
+    )
     from polykv_lib.pool import SharedKVPool, Tiered
     from polykv_lib.quantize import Affine, FullPrecision, HarmonicTurboQuant, Int8, TurboQuant
 
@@ -27,6 +36,7 @@ _HOMES = {
     "ask": "hf",
     "build_pool": "hf",
     "calibrate": "hf",
+    "calibrate_joint": "hf",
     "document_ids": "hf",
     "load_model": "hf",
     "load_pool": "hf",
@@ -46,6 +56,7 @@ __all__ = [
     "ask",
     "build_pool",
     "calibrate",
+    "calibrate_joint",
     "document_ids",
     "load_model",
     "load_pool",

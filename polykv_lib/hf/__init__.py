@@ -7,8 +7,9 @@ from polykv_lib.hf.caches import AgentCache, dense_bytes
 from polykv_lib.hf.calibration import calibrate
 from polykv_lib.hf.evicting import EvictingCache
 from polykv_lib.hf.export import export_model
-from polykv_lib.hf.footprint import Footprint, footprint
+from polykv_lib.hf.footprint import Footprint, footprint, geometry_of
 from polykv_lib.hf.generate import ask, greedy, logits
+from polykv_lib.hf.joint import calibrate_joint
 from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.observe import observed_cache
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
@@ -25,6 +26,7 @@ __all__ = [
     "ask",
     "build_pool",
     "calibrate",
+    "calibrate_joint",
     "codec_kl",
     "dense_bytes",
     "document_ids",
@@ -35,6 +37,7 @@ __all__ = [
     "folded_cache",
     "footprint",
     "full_cache",
+    "geometry_of",
     "greedy",
     "kl_of_each",
     "load_model",

@@ -96,20 +96,26 @@ def footprint(name: str) -> Footprint:
     head = model.get_output_embeddings()
     linear = (m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head)
     text = config.get_text_config()
-    n_q = text.num_attention_heads
     return Footprint(
-        geometry=Geometry(
-            n_layers=text.num_hidden_layers,
-            n_q_heads=n_q,
-            n_kv_heads=getattr(text, "num_key_value_heads", None) or n_q,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // n_q,
-        ),
+        geometry=geometry_of(config),
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", 4 * text.hidden_size),
         vocabulary=text.vocab_size,
         n_weights=sum(weight.numel() for weight in model.parameters()),
         n_linear=sum(layer.weight.numel() for layer in linear),
         in_four_bits=in_four_bits,
+    )
+
+
+def geometry_of(config: Any) -> Geometry:
+    """The cache geometry that a model's config describes."""
+    text = config.get_text_config()
+    n_q = text.num_attention_heads
+    return Geometry(
+        n_layers=text.num_hidden_layers,
+        n_q_heads=n_q,
+        n_kv_heads=getattr(text, "num_key_value_heads", None) or n_q,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // n_q,
     )
 
 

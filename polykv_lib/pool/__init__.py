@@ -3,10 +3,11 @@
 from polykv_lib.pool.freeze import Codecs, freeze
 from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import SharedKVPool, load
-from polykv_lib.pool.sizes import layer_nbytes
+from polykv_lib.pool.sizes import SIZE_OF_ID, layer_nbytes, layers_nbytes, sizes_of
 from polykv_lib.pool.tiered import Side, Tiered
 
 __all__ = [
+    "SIZE_OF_ID",
     "Codecs",
     "Piece",
     "PoolError",
@@ -16,5 +17,7 @@ __all__ = [
     "Tiered",
     "freeze",
     "layer_nbytes",
+    "layers_nbytes",
     "load",
+    "sizes_of",
 ]

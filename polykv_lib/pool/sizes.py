@@ -1,12 +1,15 @@
 """How many bytes a layer of a pool will take, before there is one."""
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from polykv_lib.kv import LayerKV
+from polykv_lib.kv import Geometry, LayerKV
 from polykv_lib.pool.freeze import pieces_of
+
+SIZE_OF_ID: Final = 4  # bytes of a token's id, which a pool holds too
 
 
 @lru_cache(maxsize=100_000)
@@ -35,3 +38,28 @@ def layer_nbytes(
     )
     pieces = pieces_of(layer, keys, values, n_sink, kept)
     return sum(t.numel() * t.element_size() for p in pieces for t in p.tensors.values())
+
+
+def sizes_of(codec: Any, n_tokens: int, head_dim: int) -> Callable[[int, int], int]:
+    """Bytes of so many heads of a layer that keep so many of a document's tokens each.
+
+    `codec` has `keys`, `values` and `n_sink`, such as those of `presets`.
+    """
+
+    def sizes(n_heads: int, n_kept: int) -> int:
+        return layer_nbytes(
+            codec.keys,
+            codec.values,
+            codec.n_sink,
+            n_heads=n_heads,
+            n_kept=n_kept,
+            n_tokens=n_tokens,
+            head_dim=head_dim,
+        )
+
+    return sizes
+
+
+def layers_nbytes(share: float, geometry: Geometry, n_tokens: int) -> int:
+    """Bytes of all layers of a pool of `share` of one bf16 copy; the tokens' ids take the rest."""
+    return int(share * 2 * geometry.elements_per_token * n_tokens) - SIZE_OF_ID * n_tokens

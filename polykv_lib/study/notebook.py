@@ -134,7 +134,7 @@ def run_point(experiment: str, chosen: ExperimentParameters) -> Record:
     return record
 
 
-def _parts(chosen: Parameters, experiment: str, key: str) -> Parts:
+def _parts(chosen: ExperimentParameters, experiment: str, key: str) -> Parts:
     """What an earlier run has kept of the point; nothing if it is forced."""
     places, name = chosen.places, f"{experiment}__{key}"
     folders = [

@@ -5,7 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from transformers import AttentionInterface, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import polykv_lib as pk
@@ -147,3 +150,12 @@ def tokens() -> Callable[..., torch.Tensor]:
         return torch.randint(1, 128, shape, generator=torch.Generator().manual_seed(seed))
 
     return draw
+
+
+@pytest.fixture(scope="session")
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer without a chat template: a token a word, by its length."""
+    vocabulary = {"x" * n: n for n in range(1, 20)} | {"?": 0}
+    raw = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)

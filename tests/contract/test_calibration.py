@@ -6,11 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.testing import assert_close
-from transformers import PreTrainedTokenizerFast
 
 import polykv_lib as pk
 from polykv_lib import hf
@@ -354,15 +350,6 @@ def test_plans_that_evict_while_decoding_are_scored_token_by_token(llama, item):
     assert abs(alone.nll - score.nll) > 1e-4
     with pytest.raises(ValueError, match="plan 'both' evicts while decoding, but a pool"):
         hf.evaluate_plans(llama, [given], {"both": plan}, keys=pk.Int8("channel"))
-
-
-@pytest.fixture(scope="session")
-def words():
-    """A tokenizer without a chat template: a token a word, by its length."""
-    vocabulary = {"x" * n: n for n in range(1, 20)} | {"?": 0}
-    raw = Tokenizer(WordLevel(vocabulary, unk_token="?"))
-    raw.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
 def test_a_plain_text_is_continued(words):

@@ -13,7 +13,7 @@ from polykv_lib.calibration import EncodedItem, Measurements, Recipe, joint
 from polykv_lib.calibration.joint import Codecs, Sizes, most_tokens
 from polykv_lib.evict import FullKV, Plan
 from polykv_lib.kv import Geometry
-from polykv_lib.pool import layer_nbytes
+from polykv_lib.pool import SIZE_OF_ID, layers_nbytes, sizes_of
 from polykv_lib.study.experiments.eviction_items import PlanFor, single
 from polykv_lib.study.experiments.eviction_plans import paper_b
 from polykv_lib.study.experiments.eviction_scores import Read, Result
@@ -22,7 +22,6 @@ JOINT: Final = "joint"
 GAIN_CURVE: Final = "gain-curve"
 SINGLE: Final = "best single"
 ALONE: Final = "codec alone"
-SIZE_OF_ID: Final = 4  # bytes of a token's id, which a pool holds too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +33,11 @@ class ByteBudget:
 
     def total(self, n_tokens: int) -> int:
         """Bytes of all layers of a document's pool; its ids take the rest of the share."""
-        return int(self.share * 2 * self.geometry.elements_per_token * n_tokens) - (
-            SIZE_OF_ID * n_tokens
-        )
+        return layers_nbytes(self.share, self.geometry, n_tokens)
 
     def sizes(self, codec: str, n_tokens: int) -> Sizes:
         """Bytes of a layer's heads in a codec."""
-        own: Any = presets.codec(codec)
-        return lambda n_heads, n_kept: layer_nbytes(
-            own.keys,
-            own.values,
-            own.n_sink,
-            n_heads=n_heads,
-            n_kept=n_kept,
-            n_tokens=n_tokens,
-            head_dim=self.geometry.head_dim,
-        )
+        return sizes_of(presets.codec(codec), n_tokens, self.geometry.head_dim)
 
     def nbytes(self, plan: Plan, n_tokens: int) -> int:
         """Bytes of all layers under a plan with codecs."""

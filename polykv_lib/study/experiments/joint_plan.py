@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from polykv_lib import hf, presets
 from polykv_lib.calibration import EncodedItem
-from polykv_lib.kv import Geometry
 from polykv_lib.study.experiments import eviction_choice
 from polykv_lib.study.experiments.common import Say, Timer, facts, settings
 from polykv_lib.study.experiments.eviction_choice import Considered
@@ -62,7 +61,8 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     timer, point = Timer(), settings(Settings, params)
     model, tokenizer = hf.load_model(point.model)
     calibration, test = ([a.encoded for a in own] for own in point.both(tokenizer))
-    budgets = {share: ByteBudget(share=share, geometry=_geometry(model)) for share in point.shares}
+    geometry = hf.geometry_of(model.config)
+    budgets = {share: ByteBudget(share=share, geometry=geometry) for share in point.shares}
     shortest = min(len(item.context_ids) for item in test)
     methods = list(_methods(model, calibration, budgets, shortest, point, say))
     calibrated = timer.seconds
@@ -130,17 +130,6 @@ def _methods(
         yield from singles(budget, best[share], ["full"])
         yield least(tried, [own for own in quantised if own.share == share])
         yield from planned(budget, known, point.fixed, point.menu)
-
-
-def _geometry(model: Any) -> Geometry:
-    config = model.config.get_text_config()
-    return Geometry(
-        n_layers=config.num_hidden_layers,
-        n_q_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
-    )
 
 
 def _sample(result: Result) -> dict[str, Any]:
