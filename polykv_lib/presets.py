@@ -84,6 +84,10 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "lean": lambda: codec("harmonic4+tq3"),
     "shaped": lambda: codec("shaped4+tq3"),
     "tiered": lambda: codec("shaped4-3+tq4-2"),
+    # Fewer bits, for layers that lose little by it.
+    "lean-3-2": lambda: codec("harmonic3+tq2"),
+    "lean-2-2": lambda: codec("harmonic2+tq2"),
+    "spare-3-2": lambda: codec("tq3+tq2"),
     # One change at a time.
     "k-only": lambda: Codec(keys=Int8("tensor"), values=FullPrecision()),
     "v-only": lambda: Codec(keys=FullPrecision(), values=TurboQuant(3, "plain")),
@@ -139,7 +143,7 @@ def of_plan(plan: Plan) -> tuple[list[Side], list[Side], int]:
         ValueError: an unknown codec, or codecs that disagree about the sinks.
     """
     chosen = [codec(layer.codec or "full") for layer in plan.layers]
-    sinks = {own.n_sink for own in chosen if own != CODECS["full"]()}
+    sinks = {own.n_sink for own in chosen if not own.keys == own.values == FullPrecision()}
     if len(sinks) > 1:
         raise ValueError(
             f"the plan's codecs leave {sorted(sinks)} first tokens in full precision; a pool "

@@ -65,20 +65,24 @@ def printed_by(code: str) -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def test_quick_start_is_ten_lines_and_answers_each_question() -> None:
-    code, *_, generate = blocks("python")
-    assert len([line for line in code.splitlines() if line.strip()]) == 10
-    first, *answers, generated = printed_by(code + generate)
+def test_quick_start_is_twelve_lines_and_what_follows_it_goes_on_from_there() -> None:
+    code, _, plan, calibrate, generate = blocks("python")
+    assert len([line for line in code.splitlines() if line.strip()]) == 12
+    first, *answers, evicted, answer, both, generated = printed_by(
+        code + plan + calibrate + generate
+    )
     assert generated
-    assert float(first.split(",")[-1].split("x")[0]) > 2.5
+    assert answer
+    smaller = [float(line.split(" x below")[0].split(",")[-1]) for line in (first, evicted, both)]
+    assert smaller[0] > 2.5
+    assert smaller[1] > 10
+    assert smaller[2] > 7
+    assert evicted.startswith("11520 tokens in all layers")
     assert sum(line.startswith("- ") and len(line) > 10 for line in answers) == 2
 
 
-def test_pieces_work_alone_as_shown() -> None:
-    _, preset, pieces, plan, _ = blocks("python")
-    assert printed_by(preset)[0].endswith("n_sink=0")
-    assert printed_by(plan) == ["1024 tokens in both layers"]
-    bits, pool = printed_by(pieces)
+def test_a_codec_and_a_pool_work_without_a_model() -> None:
+    bits, pool = printed_by(blocks("python")[1])
     assert bits == "3.125 bits a number"
     assert pool.endswith("(1024, 1024)")
 

@@ -1,7 +1,7 @@
 """Measurements -> a plan: which policy each layer gets, and how many tokens."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -34,6 +34,17 @@ class Recipe:
     inverse_patterns: bool = False  # the worst policy by the signal instead of the best
     inverse_budgets: bool = False  # the same budgets, handed out in the opposite order
     floor: float = 0.06  # least share of the document for each unit, at most a quarter of the mean
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("pattern_signal", get_args(PatternSignal)),
+            ("budget_signal", get_args(BudgetSignal)),
+            ("level", ("layer", "head")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}; choose one of: {', '.join(known)}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

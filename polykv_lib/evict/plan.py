@@ -57,7 +57,7 @@ class LayerPlan:
             raise ValueError(
                 f"budget {self.budget!r}; pass tokens for each KV head, or a tuple with one a head."
             )
-        if not isinstance(self.policy, EvictionPolicy):
+        if isinstance(self.policy, type) or not isinstance(self.policy, EvictionPolicy):
             raise ValueError(f"policy {self.policy!r}; pass a policy such as H2O() or SnapKV().")
         if self.codec is not None and not (isinstance(self.codec, str) and self.codec):
             raise ValueError(f"codec {self.codec!r}; pass a preset's name, or leave it out.")
@@ -159,8 +159,9 @@ class Plan:
             raise ValueError(
                 f"{path} is no plan: it needs `prefill:`, a list with an entry a layer."
             )
-        if content.get("schema", 0) > SCHEMA:
-            raise ValueError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}.")
+        schema = content.get("schema", SCHEMA)
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise ValueError(f"{path} has schema {schema!r}, this version reads {SCHEMA}.")
         decode = content.get("decode")
         if decode is not None and not isinstance(decode, list):
             raise ValueError(f"{path}: `decode:` is a list with an entry a layer, or left out.")
@@ -212,11 +213,11 @@ def _policy(description: Mapping[str, Any]) -> EvictionPolicy:
     """The policy that {"policy": its name, argument: value, …} describes; policies may nest."""
     arguments = dict(description)
     name = arguments.pop("policy", None)
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"no policy {name!r}; choose one of: {', '.join(POLICIES)}.")
     nested = {k: _policy(v) if isinstance(v, dict) else v for k, v in arguments.items()}
     try:
         return POLICIES[name](**nested)
     except TypeError as error:
         known = ", ".join(f.name for f in fields(POLICIES[name])) or "none"  # type: ignore[arg-type]
-        raise ValueError(f"{name} takes {known}; got {', '.join(nested)}.") from error
+        raise ValueError(f"{name} takes {known}; got {', '.join(map(str, nested))}.") from error

@@ -14,6 +14,7 @@ from polykv_lib.hf import compat
 from polykv_lib.hf.caches import AgentCache
 from polykv_lib.hf.checks import (
     check_geometry,
+    check_ids,
     check_length,
     check_owner,
     check_plan,
@@ -60,6 +61,11 @@ def build_pool(
     kept = None
     if plan is None:
         layers = read_document(model, document_ids)
+    elif any(layer.codec for layer in plan.layers) and not isinstance(keys, list | tuple):
+        raise ValueError(
+            "the plan names each layer's codec, but one codec is given for all; pass what "
+            "polykv_lib.presets.of_plan(plan) returns: keys, values and n_sink."
+        )
     else:
         layers, [kept] = evict_document(model, document_ids, [plan])
     return share(
@@ -94,9 +100,15 @@ def prefill(
         plan: made for this model.
         attention_mask: 1 for tokens, 0 for padding, where rows differ in length.
         chunk: tokens to prefill at a time; the policies evict after each chunk.
+
+    Raises:
+        ValueError: ids or a chunk that are none, no plan, or another model's.
     """
     check_prepared(model)
     check_plan(plan)
+    check_ids(ids)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk}; pass tokens to prefill at a time, 1 or more.")
     if plan.decode is None and attention_mask is None and chunk is None and ids.shape[0] == 1:
         lossless = FullPrecision()
         cache: AgentCache = build_pool(

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from polykv_lib import sources
 from polykv_lib.calibration import (
     Calibration,
     EncodedItem,
@@ -36,7 +37,6 @@ CANDIDATES: Final[tuple[EvictionPolicy, ...]] = tuple(
     Guarded(policy=policy) for policy in (H2O(recent=0.0), TOVA(), SnapKV(window=16), KeyDiff())
 )
 FRACTIONS: Final = (0.06, 0.12, 0.25, 0.4, 0.6, 0.8)  # of the context: points of an error curve
-VERSION: Final = 3  # raise it when the same settings measure something else
 
 
 def calibrate(
@@ -165,8 +165,9 @@ def measure(
 ) -> Measurements:
     """Every signal of every item, from which `calibration.solve` makes any number of plans.
 
-    What was measured before for the same model, items and settings is read from the user's cache
-    folder (or `folder`). `phase` is as in `calibrate`, `fractions` are best those of `points_for`.
+    What the same code measured before for the same model, items and settings is read from the
+    user's cache folder (or `folder`). `phase` is as in `calibrate`, `fractions` are best those of
+    `points_for`.
 
     Raises:
         ValueError: a target that is no fraction, no item, no candidate, or too long an item.
@@ -208,7 +209,8 @@ def measure(
 
 
 def _fingerprint(model: PreTrainedModel, items: Sequence[EncodedItem], settings: Settings) -> str:
-    covered = [VERSION, model_fingerprint(model), [asdict(item) for item in items], repr(settings)]
+    code = sources.digest("evict", "calibration", "hf")
+    covered = [code, model_fingerprint(model), [asdict(item) for item in items], repr(settings)]
     return hashlib.sha256(json.dumps(covered).encode()).hexdigest()
 
 

@@ -42,6 +42,14 @@ def check_document(model: PreTrainedModel, ids: Tensor) -> None:
     check_length(model, ids.shape[1], "the document")
 
 
+def check_ids(ids: object) -> None:
+    """Refuse what is no row of token ids."""
+    whole = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32)
+    if not isinstance(ids, Tensor) or not whole or ids.dim() != 2 or not ids.numel():
+        found = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
+        raise ValueError(f"ids are {found}; pass token ids as an int64 tensor [rows, T].")
+
+
 def check_plan(plan: object) -> None:
     """Refuse what is no plan."""
     if not isinstance(plan, Plan):
@@ -76,7 +84,7 @@ def check_owner(
     for name, found in theirs.items():
         if pool.owner.get(name, found) != found:
             raise PoolError(
-                f"{what} belongs to {pool.owner['model'] or 'another model'} with {name} "
+                f"{what} belongs to {pool.owner.get('model') or 'another model'} with {name} "
                 f"{pool.owner[name][:12]}, this one has {found[:12]}. Build the pool again."
             )
 

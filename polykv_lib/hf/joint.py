@@ -13,6 +13,7 @@ from polykv_lib.hf.footprint import geometry_of
 from polykv_lib.hf.items import items_of
 from polykv_lib.hf.stored_alone import codec_kl
 from polykv_lib.pool import layers_nbytes, sizes_of
+from polykv_lib.quantize import FullPrecision
 
 
 def calibrate_joint(
@@ -37,7 +38,8 @@ def calibrate_joint(
         model: any supported model; prepared here if it was not.
         tokenizer: of the model, for the plain texts.
         texts: items, or plain texts that are continued.
-        share: bytes of the pool, over those of one bf16 copy of the document.
+        share: bytes of the pool, over those of one bf16 copy of the document; what is not
+            quantised is counted in bf16, whatever the model's dtype.
         codecs: what a layer may get, by the names of `presets.codec`; all leave the same first
             tokens in full precision.
         n_tokens: length of the documents that the plan is for; the items' mean unless given.
@@ -46,12 +48,19 @@ def calibrate_joint(
         say: told about progress and time left.
 
     Raises:
-        ValueError: no text or codec, a share that is none, or one too small for any codec.
+        ValueError: no text or codec, codecs that disagree about the first tokens, a share that is
+            none, or one too small for any codec.
     """
     if not 0 < share < 1:
         raise ValueError(f"share={share!r} of one bf16 copy; pass a number between 0 and 1.")
     if not codecs:
         raise ValueError("no codec to choose from; pass at least one, by its name.")
+    sinks = {own.n_sink for own in codecs.values() if not own.keys == own.values == FullPrecision()}
+    if len(sinks) > 1:
+        raise ValueError(
+            f"the codecs leave {sorted(sinks)} first tokens in full precision; a pool leaves one "
+            "number of them. Choose codecs that agree."
+        )
     items, geometry = items_of(tokenizer, texts), geometry_of(model.config)
     length = round(fmean(len(i.context_ids) for i in items)) if n_tokens is None else n_tokens
     measured = measure(

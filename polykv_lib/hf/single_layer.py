@@ -59,6 +59,10 @@ class Settings:
     activation: Literal["o_proj", "heads"] = "o_proj"
     single_layer: bool = True
 
+    def __post_init__(self) -> None:
+        if self.activation not in ("o_proj", "heads"):
+            raise ValueError(f"activation={self.activation!r}; choose one of: o_proj, heads.")
+
     def budgets(self, n_tokens: int) -> list[int]:
         """Tokens a head at each fraction of a context."""
         return [max(1, round(fraction * n_tokens)) for fraction in self.fractions]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,7 +34,7 @@ def answer_logits_of_rows(
 ) -> Float[Tensor, "row answer vocab"]:
     """The same after a cache of several rows."""
     ids = torch.tensor([item.tail_ids], device=model.device)
-    return _logits(model, cache, item, input_ids=ids.expand(n_rows, -1))
+    return _logits(model, cache, item, ids.expand(n_rows, -1))
 
 
 @torch.no_grad()
@@ -90,22 +90,22 @@ def logits_from(
 
     The cache of the layers before is not read; that of the others must have seen the context.
     """
-    with _without_first(model, start):
-        return _logits(model, cache, item, inputs_embeds=hidden)
+    ids = torch.tensor([item.tail_ids], device=model.device).expand(hidden.shape[0], -1)
+    with _begun_at(model, start, hidden):
+        return _logits(model, cache, item, ids)
 
 
 def _logits(
-    model: PreTrainedModel, cache: Any, item: EncodedItem, **inputs: Tensor
+    model: PreTrainedModel, cache: Any, item: EncodedItem, ids: Int[Tensor, "row tail"]
 ) -> Float[Tensor, "row answer vocab"]:
     n_tail = len(item.tail_ids)
     positions = len(item.context_ids) + torch.arange(n_tail, device=model.device)
     output = compat.forward(
         model,
-        inputs.pop("input_ids", None),
+        ids,
         cache,
         position_ids=positions[None],
         logits_to_keep=len(item.answer_ids),
-        **inputs,
     )
     return output.logits.float()
 
@@ -122,11 +122,16 @@ class _Passed(nn.Module):
 
 
 @contextmanager
-def _without_first(model: PreTrainedModel, n: int) -> Iterator[None]:
-    """The model with its first `n` layers passed over; afterwards as it was."""
+def _begun_at(model: PreTrainedModel, start: int, hidden: Hidden) -> Iterator[None]:
+    """The model with `hidden` entering its layer `start`, those before passed over.
+
+    Not in the embeddings' place, which some models scale. Afterwards the model is as it was.
+    """
     layers = model.base_model.layers
-    model.base_model.layers = nn.ModuleList([*map(_Passed, layers[:n]), *layers[n:]])
+    hook = layers[start].register_forward_pre_hook(lambda _, inputs: (hidden, *inputs[1:]))
+    model.base_model.layers = nn.ModuleList([*map(_Passed, layers[:start]), *layers[start:]])
     try:
         yield
     finally:
         model.base_model.layers = layers
+        hook.remove()

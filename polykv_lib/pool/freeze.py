@@ -45,8 +45,8 @@ def freeze(
         cache_factory: what `agent_cache` calls.
 
     Raises:
-        PoolError: no layer, tensors of other shapes, NaN or infinity in keys or values, or codecs
-            for another number of layers.
+        PoolError: no layer, tensors of other shapes, NaN or infinity in keys or values, codecs for
+            another number of layers, or kept tokens that are not the document's.
     """
     if n_sink < 0:
         raise PoolError(f"n_sink={n_sink}; pass the number of first tokens to protect, 0 for none.")
@@ -55,7 +55,7 @@ def freeze(
     for i, layer in enumerate(layers):
         _check_finite(layer, i)
         shape = _checked_shape(layer, i, shape)
-        heads_kept = None if kept is None else kept[i]
+        heads_kept = None if kept is None else _checked_kept(kept, i, shape)
         own = _of_layer(keys, "keys", i), _of_layer(values, "values", i)
         frozen.append(tuple(pieces_of(layer, *own, n_sink, heads_kept)))
     for name, codecs in (("keys", keys), ("values", values)):
@@ -80,6 +80,27 @@ def freeze(
         owner=owner or {},
         cache_factory=cache_factory,
     )
+
+
+def _checked_kept(
+    kept: Sequence[Sequence[KeptTokens]], index: int, shape: tuple[int, ...]
+) -> Sequence[KeptTokens]:
+    """What each head of a layer keeps; refused where it names other tokens than there are."""
+    _, n_heads, n_tokens, _ = shape
+    heads = kept[index] if index < len(kept) else ()
+    if isinstance(heads, torch.Tensor) or len(heads) != n_heads:
+        raise PoolError(
+            f"kept names {len(kept)} layers, and {len(heads)} heads of layer {index}; pass for "
+            f"every layer the tokens that each of its {n_heads} heads keeps."
+        )
+    for head, tokens in enumerate(heads):
+        inside = len(tokens) and int(tokens[0]) >= 0 and int(tokens[-1]) < n_tokens
+        if not inside or bool((tokens.diff() <= 0).any()):
+            raise PoolError(
+                f"head {head} of layer {index} keeps {len(tokens)} tokens that do not ascend "
+                f"within the document's {n_tokens}."
+            )
+    return heads
 
 
 def _of_layer(codecs: Codecs, name: str, index: int) -> Side:

@@ -86,9 +86,15 @@ class Places:
 
 
 def _attached_results() -> tuple[Path, ...]:
-    """`data/results` in each mount: `<slug>/`, `notebooks/<owner>/<slug>/`, or a folder deeper."""
-    depths = ("*/" * depth + "data/results" for depth in range(1, 5))
-    return tuple(path for pattern in depths for path in sorted(KAGGLE_INPUT.glob(pattern)))
+    """`data/results` in each mount: `<slug>/`, `notebooks/<owner>/<slug>/`, or a folder deeper.
+
+    Also where only `data/runs` is there: an output keeps no empty folders.
+    """
+    depths = ("*/" * depth + "data" for depth in range(1, 5))
+    found = [path for pattern in depths for path in sorted(KAGGLE_INPUT.glob(pattern))]
+    return tuple(
+        data / "results" for data in found if any((data / n).is_dir() for n in ("results", "runs"))
+    )
 
 
 def check_writable(folder: Path) -> None:

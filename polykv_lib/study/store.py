@@ -50,12 +50,11 @@ class Store:
         return self.write / experiment / f"{key}.json"
 
     def get(self, experiment: str, key: str) -> Record | None:
-        """The record of a point, from `write` first; None if there is no readable one."""
-        for root in (self.write, *self.read):
-            record = load(root / experiment / f"{key}.json")
-            if record is not None and record.key == key:
-                return record
-        return None
+        """The record of a point, from `write` first; a failed one only where there is no other."""
+        found = [load(root / experiment / f"{key}.json") for root in (self.write, *self.read)]
+        records = [record for record in found if record is not None and record.key == key]
+        records.sort(key=lambda record: record.status != "ok")
+        return records[0] if records else None
 
     def put(self, record: Record) -> Path:
         """Writes a record, replacing the one with its key; a reader never sees half a file."""
@@ -84,7 +83,8 @@ def collect(
     A number that a later record of the same profile holds again (same experiment, table, metric,
     kind and dimensions, and the same CPU where that is the device) is left out of the earlier
     record, so that no table shows it twice.
-    Failed points are included. Smoke results are left out unless `root` is their own folder.
+    Failed points are included, without rows. Smoke results are left out unless `root` is their own
+    folder.
 
     Args:
         root: folder searched at any depth.
@@ -100,7 +100,8 @@ def collect(
     seen: set[tuple[str, ...]] = set()
     latest = []
     for record in sorted(records, key=_age, reverse=True):
-        rows = {_identity(record, row): row for row in record.rows}
+        own = record.rows if record.status == "ok" else []  # one may have failed a check
+        rows = {_identity(record, row): row for row in own}
         fresh = [row for identity, row in rows.items() if identity not in seen]
         seen.update(rows)
         latest.append(record.model_copy(update={"rows": fresh}))

@@ -18,6 +18,7 @@ from polykv_lib.study.schemas import (
 QUESTION_TOKENS = 60  # of an agent's question in its chat turn, or of an item's tail
 METHODS = 4  # ways of decoding that memory_scaling times; one decodes agent after agent
 READERS = 3  # of a document beside its pools: the full cache and two controls
+AT_ONCE = 6  # changed documents that inversion_controls reads in one batch
 ERROR_POINTS = 4  # budgets at which a calibration pass evicts each layer alone
 
 
@@ -96,9 +97,9 @@ def _inversion(p: InversionControls) -> Work:
         read=p.N_PASSAGES * (sum(lengths) + readings * p.SCORED_TOKENS),
         steps=0,
         document=max(lengths),
-        agents=1,
-        own=p.SCORED_TOKENS,
-        scored=p.SCORED_TOKENS,
+        agents=2 * AT_ONCE,  # changed documents, and their copies in the cache
+        own=max(lengths) + p.SCORED_TOKENS,
+        scored=AT_ONCE * p.SCORED_TOKENS,
     )
 
 

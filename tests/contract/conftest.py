@@ -28,7 +28,10 @@ FAMILIES = {
     "Qwen3": {"head_dim": 16},
     "Mistral": {},
     "Phi3": {},
-}
+    "Granite": {
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4,
+    },
+}  # fmt: skip
 
 
 def tiny(family: str, **changes: object) -> PreTrainedModel:

@@ -77,6 +77,10 @@ def test_more_bytes_answer_closer_to_the_full_cache(llama, words, items):
         ({"codecs": {}}, "no codec to choose from"),
         ({"texts": []}, r"texts=\[\]; pass a list of at least one text"),
         ({"share": 0.004}, "do not pay for"),
+        (
+            {"codecs": CODECS | {"polykv": presets.codec("polykv")}},
+            r"the codecs leave \[0, 4\] first tokens in full precision",
+        ),
     ],
 )
 def test_what_can_not_be_calibrated(llama, words, items, change, message):

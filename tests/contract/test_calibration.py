@@ -1,6 +1,7 @@
 """One evicted layer, recomputed and swapped, against real runs; plans from tiny models."""
 
 import json
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -376,6 +377,22 @@ def test_what_can_not_be_calibrated(llama, words, item, change, message):
     arguments = {"texts": [item()], "budget": 0.25, "policies": POLICIES} | change
     with pytest.raises(ValueError, match=message):
         pk.calibrate(llama, words, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("valid", "name", "value", "message"),
+    [
+        (Recipe(), "level", "heads", "level='heads'; choose one of: layer, head"),
+        (Recipe(), "pattern_signal", "cosin", "choose one of: error, cosine, ppl"),
+        (Recipe(), "budget_signal", "gain-curve", "choose one of: gain_curve, curve, entropy"),
+        (SETTINGS, "activation", "head", "activation='head'; choose one of: o_proj, heads"),
+    ],
+)
+def test_no_option_is_taken_for_another(valid, name, value, message):
+    options = copy(valid)
+    object.__setattr__(options, name, value)  # types are checked in tests only
+    with pytest.raises(ValueError, match=message):
+        options.__post_init__()
 
 
 def test_an_item_longer_than_the_model(llama, words, item):

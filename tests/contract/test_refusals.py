@@ -8,6 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForCondition
 
 import polykv_lib as pk
 from polykv_lib import hf
+from polykv_lib.evict import H2O, LayerPlan, Plan
 from polykv_lib.kv import LayerKV
 from polykv_lib.pool import PoolError, freeze
 
@@ -41,6 +42,43 @@ def test_codecs_are_objects(llama, tokens, arguments, message):
     unchecked = inspect.unwrap(pk.build_pool)  # types are checked in tests only
     with pytest.raises(ValueError, match=message):
         unchecked(llama, tokens(1, 8), **{**PAPER, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("ids", "chunk", "message"),
+    [
+        ([1, 2], None, r"ids are \[1, 2\]; pass token ids as an int64 tensor \[rows, T\]"),
+        (torch.ones(4, dtype=torch.int64), None, r"ids are torch.int64 of shape \[4\]"),
+        (torch.ones(2, 0, dtype=torch.int64), 2, r"of shape \[2, 0\]"),
+        (torch.ones(1, 4, dtype=torch.int64), -1, "chunk=-1; pass tokens to prefill at a time"),
+        (torch.ones(1, 4, dtype=torch.int64), 0, "chunk=0; pass tokens"),
+    ],
+)
+def test_what_can_not_be_prefilled(llama, ids, chunk, message):
+    unchecked = inspect.unwrap(pk.prefill)
+    with pytest.raises(ValueError, match=message):
+        unchecked(llama, ids, Plan.uniform(H2O(), 2, 2), chunk=chunk)
+
+
+def test_a_plan_of_codecs_comes_with_them(llama, tokens):
+    layer = LayerPlan(policy=H2O(), budget=4, codec="polykv")
+    with pytest.raises(ValueError, match=r"pass what polykv_lib.presets.of_plan\(plan\) returns"):
+        pk.build_pool(llama, tokens(1, 8), **PAPER, plan=Plan(layers=(layer,) * 2))
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ([[torch.arange(4)] * 2], "kept names 1 layers, and 0 heads of layer 1; pass for every"),
+        ([[torch.arange(4)]] * 2, "kept names 2 layers, and 1 heads of layer 0"),
+        ([[torch.tensor([0, 9])] * 2] * 2, "head 0 of layer 0 keeps 2 tokens that do not ascend"),
+        ([[torch.tensor([3, 1])] * 2] * 2, "within the document's 8"),
+    ],
+)
+def test_kept_tokens_are_those_of_every_head(kept, message):
+    layers = [LayerKV(keys=torch.randn(1, 2, 8, 64), values=torch.randn(1, 2, 8, 64))] * 2
+    with pytest.raises(PoolError, match=message):
+        inspect.unwrap(freeze)(layers, **PAPER, kept=kept)
 
 
 def test_a_plan_is_no_path(llama, tokens):

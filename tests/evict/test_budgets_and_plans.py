@@ -138,6 +138,9 @@ def test_totals_count_every_head():
         ),
         ("prefill: []\nprefill: []", "line 2: `prefill` stands twice"),
         ("schema: 2\nprefill: []", "has schema 2, this version reads 1"),
+        ("schema: v1\nprefill: []", "has schema 'v1', this version reads 1"),
+        ("prefill: [{policy: [H2O], budget: 3}]", r"layer 0: no policy \['H2O'\]; choose one of"),
+        ("prefill: [{policy: SnapKV, 16: 3, budget: 3}]", "SnapKV takes window, .*; got 16"),
     ],
 )
 def test_files_that_are_no_plan(tmp_path, text, message):
@@ -145,6 +148,11 @@ def test_files_that_are_no_plan(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Plan.load(path)
+
+
+def test_a_policy_is_made_not_named():
+    with pytest.raises(ValueError, match=r"policy <class .*; pass a policy such as H2O\(\)"):
+        Plan.uniform(StreamingLLM, 64, 2)
 
 
 def test_another_models_plan():

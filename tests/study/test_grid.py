@@ -32,6 +32,15 @@ def test_each_profile_expands_and_ends_with_tables_and_figures(profile: str) -> 
     assert computing <= {p.source.stem for p in found}
 
 
+@pytest.mark.parametrize("profile", ["offline", "offline-full"])
+def test_every_stored_record_is_a_point_of_its_grid(profile: str) -> None:
+    found = expand(load_grid(GRIDS / f"{profile}.yaml"), ROOT / "notebooks", profile)
+    keys = {point.key for point in found}
+    stored = (ROOT / "data" / "results" / profile).glob("*/*.json")
+    others = {file.parent.name for file in stored if file.stem not in keys}
+    assert others <= {"throughput_peers"}, "its environments are no notebook's"
+
+
 def test_smoke_runs_every_notebook() -> None:
     found = points(load_grid(GRIDS / "smoke.yaml"))
     assert {p.source.stem for p in found} == set(NOTEBOOKS)

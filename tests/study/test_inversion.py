@@ -11,14 +11,17 @@ import torch
 
 from polykv_lib import hf
 from polykv_lib.kv import LayerKV
+from polykv_lib.metrics.agreement import kl_nats
+from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.quantize import TurboQuant
 from polykv_lib.study.experiments import excerpts, inversion_controls, inversion_rows
 from polykv_lib.study.experiments.attention_shape import AttentionShape
-from polykv_lib.study.experiments.control_readings import AT_ONCE, Draw, readings
+from polykv_lib.study.experiments.control_readings import Draw, readings
 from polykv_lib.study.experiments.controls import CONTROLS, control
 from polykv_lib.study.inversion import answer, decision, verdict
 from polykv_lib.study.record import Outcome, Record, Row
 from polykv_lib.study.rows import tidy
+from polykv_lib.study.work import AT_ONCE
 
 POINT = {
     "MODEL": "tiny",
@@ -116,19 +119,22 @@ def test_documents_read_in_one_batch_are_each_read_alone(tiny: tuple[Any, Any]) 
     layers = hf.read_document(model, ids[:, :70])
     names = ("paper", "k-only", "temperature-1.1")
     draws = [Draw(control=control(name), seed=s, watched=s == 1) for name in names for s in (0, 1)]
-    fed = ids[:, 70:]
-    together = list(readings(model, layers, fed, draws))
+    window, targets = ids[:, 70:], ids[0, 71:]
+    together = list(readings(model, layers, window, draws))
     assert len(draws) <= AT_ONCE, "one batch"
-    for draw, (logits, shape) in zip(draws, together, strict=True):
-        changed = draw.control.apply(layers, draw.seed)
-        alone = hf.logits(model, hf.full_cache(changed), fed, 70)[0]
-        torch.testing.assert_close(logits, alone, atol=1e-5, rtol=0)
-        [(_, seen)] = readings(model, layers, fed, [draw])
-        assert (shape is None) == (draw.seed == 0)
-        assert shape == seen or dataclasses.astuple(shape) == pytest.approx(
-            dataclasses.astuple(seen), abs=1e-5
-        )
-    assert (together[0].logits - together[1].logits).abs().max() > 1e-3, "control: another seed"
+    logits = [
+        hf.logits(model, hf.full_cache(d.applied(layers)), window[:, :-1], 70)[0] for d in draws
+    ]
+    for draw, reading, own in zip(draws, together, logits, strict=True):
+        torch.testing.assert_close(reading.nll, token_nll(own, targets), atol=1e-5, rtol=0)
+        assert reading.kl == pytest.approx(kl_nats(logits[0], own).mean().item(), abs=1e-6)
+        [alone] = readings(model, layers, window, [draw])
+        assert (reading.shape is None) == (draw.seed == 0)
+        if reading.shape is not None:
+            shapes = [dataclasses.astuple(s) for s in (reading.shape, alone.shape)]
+            assert shapes[0] == pytest.approx(shapes[1], abs=1e-5)
+    assert together[0].kl == 0
+    assert together[1].kl > 1e-5, "control: another seed"
 
 
 def test_the_codec_is_run_at_every_length_and_the_controls_at_one(outcome: Outcome) -> None:

@@ -46,8 +46,10 @@ def test_results_of_attached_kernels_are_read_wherever_output_goes(
         tmp_path / name / "data" / "results"
         for name in ("earlier", "notebooks/me/earlier", "datasets/me/d/sub")
     ]
-    for mount in mounts:
+    for mount in mounts[:2]:
         mount.mkdir(parents=True)
+    (mounts[2].parent / "runs").mkdir(parents=True)  # nothing but parts of a point
+    (tmp_path / "other" / "data" / "texts").mkdir(parents=True)
     plain.setattr(platform, "KAGGLE_INPUT", tmp_path)
     assert Places.at("out").earlier == ()
     plain.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")

@@ -96,13 +96,16 @@ def test_earlier_outputs_are_read_and_never_written(tmp_path: Path) -> None:
     store.put(record(a=2))
     assert store.get("toy", "0" * 16) == record(a=2)
     assert Store(write=earlier).get("toy", "0" * 16) == record(a=1)
+    store.put(record(status="failed"))
+    assert store.get("toy", "0" * 16) == record(a=1), "a failed one hides no other"
 
 
 def test_a_number_measured_again_is_collected_once(tmp_path: Path) -> None:
     root = tmp_path / "offline"
     Store(write=root).put(record("a" * 16, finished="2026-02-02", x=2))
     Store(write=root).put(record("b" * 16, finished="2026-01-01", x=1, y=1))
-    Store(write=root).put(record("c" * 16, finished="2026-03-03", status="failed"))
+    failed_a_check = record("c" * 16, finished="2026-03-03", status="failed", x=3, y=3)
+    Store(write=root).put(failed_a_check)
     found = [(r.key[0], {row.metric: row.value for row in r.rows}) for r in collect(tmp_path)]
     assert found == [("b", {"y": 1}), ("a", {"x": 2}), ("c", {})]
     assert collect(tmp_path, experiment="other") == []

@@ -134,7 +134,7 @@ def answers(model: Any, tokenizer: Any, task: Task, point: Settings) -> Iterator
     full_nll = [full.nll(model, i, reference) for i, reference in enumerate(references)]
     for reader in others:
         given = reader.answer(model, n, *limits)
-        again = given if few == n else reader.answer(model, few, *limits)
+        again = reader.answer(model, few, *limits) if few < n else []
         for i, (reference, answer) in enumerate(zip(references, given, strict=True)):
             before, after = full_nll[i], reader.nll(model, i, reference)
             yield Answer(
@@ -147,7 +147,7 @@ def answers(model: Any, tokenizer: Any, task: Task, point: Settings) -> Iterator
                 reference=_text(tokenizer, reference),
                 answer=_text(tokenizer, answer),
                 nll_delta_nats=None if before is None or after is None else after - before,
-                same_in_small_batch=float(answer == again[i]) if i < few else None,
+                same_in_small_batch=float(answer == again[i]) if i < len(again) else None,
             )
 
 

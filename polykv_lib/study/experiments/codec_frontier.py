@@ -188,10 +188,12 @@ def _costs(layer: LayerKV, point: Settings) -> Costs:
 
     def bits(side: str, codec: Side) -> float:
         stored = PLAIN | {side: codec}
-        pieces = list(pieces_of(layer, stored["keys"], stored["values"], presets.N_SINK, None))[1:]
+        pieces = list(pieces_of(layer, stored["keys"], stored["values"], presets.N_SINK, None))
+        pieces = pieces[1:] or pieces  # without the sinks, which nothing quantised does not have
         held = [getattr(piece, side).data.nbytes for piece in pieces]
         placed = [piece.where.nbytes for piece in pieces if piece.where is not None]
-        return 8 * sum(held + placed) / layer.keys[:, :, presets.N_SINK :].numel()
+        n_tokens = sum(piece.n_tokens for piece in pieces)
+        return 8 * sum(held + placed) / layer.keys[:, :, :n_tokens].numel()
 
     return {
         side: {name: bits(side, codec) for name, codec in options.items()}

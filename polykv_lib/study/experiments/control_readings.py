@@ -5,7 +5,7 @@ Nothing of a batch depends on its other rows; together they keep the processor b
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from polykv_lib import hf
 from polykv_lib.kv import LayerKV
+from polykv_lib.metrics.agreement import kl_nats
+from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.study.experiments.attention_shape import AttentionShape, mean_shape
 from polykv_lib.study.experiments.controls import Control
-
-AT_ONCE: Final = 6
+from polykv_lib.study.work import AT_ONCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +34,23 @@ class Draw:
 
 
 class Reading(NamedTuple):
-    """What a model says after a document, and where it looked."""
+    """What a model expects after a document, and where it looked."""
 
-    logits: Float[Tensor, "fed vocab"]
+    nll: Float[Tensor, " scored"]  # nats
+    kl: float  # from the document as it is, nats a token
     shape: AttentionShape | None
 
 
 def readings(
-    model: Any, layers: Sequence[LayerKV], fed: Int[Tensor, "1 fed"], draws: Sequence[Draw]
+    model: Any, layers: Sequence[LayerKV], window: Int[Tensor, "1 window"], draws: Sequence[Draw]
 ) -> Iterator[Reading]:
-    """The tokens `fed` after each draw of a document, in order."""
-    n_prefix = layers[0].keys.shape[2]
+    """A window after each draw of a document, in order; the first is what the others differ from.
+
+    The window's first token is fed and not scored.
+    """
+    n_prefix, fed = layers[0].keys.shape[2], window[:, :-1]
+    targets = window[0, 1:].to(model.device)
+    full: Float[Tensor, "scored vocab"] | None = None
     for start in range(0, len(draws), AT_ONCE):
         some = draws[start : start + AT_ONCE]
         shapes: list[list[AttentionShape]] = [[] for _ in some]
@@ -56,8 +63,13 @@ def readings(
         changed = zip(*(draw.applied(layers) for draw in some), strict=True)
         cache = hf.observed_cache([_stacked(rows) for rows in changed], see)
         logits = hf.logits(model, cache, fed.expand(len(some), -1), n_prefix)
+        full = logits[0].clone() if full is None else full
         for own, shape in zip(logits, shapes, strict=True):
-            yield Reading(own, mean_shape(shape) if shape else None)
+            yield Reading(
+                nll=token_nll(own, targets).cpu(),
+                kl=kl_nats(full, own).mean().item(),
+                shape=mean_shape(shape) if shape else None,
+            )
 
 
 def _stacked(rows: Sequence[LayerKV]) -> LayerKV:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from polykv_lib import hf
 from polykv_lib.kv import LayerKV
-from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.study.experiments.common import (
     Document,
@@ -172,23 +171,21 @@ def _score(
     passage: int,
 ) -> Iterator[Score]:
     """One document under every control of its length."""
-    fed, targets = window[:, :-1], window[0, 1:].to(model.device)
     draws = {name: point.draws(name, n_prefix) for name in point.names(n_prefix)}
     plain = Draw(control=Control(label="as it is"), seed=0, watched=draws[PAPER][0].watched)
-    read = readings(model, layers, fed, [plain, *chain.from_iterable(draws.values())])
-    full, shape_full = next(read)
-    nll_full = token_nll(full, targets)
+    read = readings(model, layers, window, [plain, *chain.from_iterable(draws.values())])
+    full = next(read)
     for name, own in draws.items():
-        logits, shapes = zip(*islice(read, len(own)), strict=True)
+        drawn = list(islice(read, len(own)))
         yield Score(
             article=article,
             passage=passage,
             n_prefix=n_prefix,
             control=name,
-            nll_delta=np.stack([(token_nll(x, targets) - nll_full).cpu().numpy() for x in logits]),
-            kl=np.array([kl_nats(full, x).mean().item() for x in logits]),
-            shape=shapes[0],
-            shape_full=shape_full,
+            nll_delta=np.stack([(reading.nll - full.nll).numpy() for reading in drawn]),
+            kl=np.array([reading.kl for reading in drawn]),
+            shape=drawn[0].shape,
+            shape_full=full.shape,
         )
 
 

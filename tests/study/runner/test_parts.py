@@ -9,6 +9,7 @@ import torch
 import toy_experiment
 from test_notebook import chosen
 
+from polykv_lib import sources
 from polykv_lib.study import notebook, parts, platform
 from polykv_lib.study.parts import Parts, keeping, part
 
@@ -106,14 +107,24 @@ def test_a_part_is_the_same_when_read_back(tmp_path: Path) -> None:
 
 
 def test_a_change_of_code_is_another_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "polykv_lib"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    monkeypatch.setattr(parts.polykv_lib, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    (tmp_path / "hf").mkdir()
     digests = []
     for code in ("a = 1", "a = 1", "a = 2"):
-        (package / "a.c").write_text(code)
-        parts.made_with.cache_clear()
-        digests.append(parts.made_with())
-    parts.made_with.cache_clear()
+        (tmp_path / "a.c").write_text(code)
+        sources.digest.cache_clear()
+        digests.append((sources.digest(), sources.digest("hf")))
+    sources.digest.cache_clear()
     assert digests[0] == digests[1] != digests[2]
+    assert digests[0][1] == digests[2][1], "another room is another code"
+
+
+def test_another_device_is_another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for names in ([], ["T4"], ["T4", "T4"]):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda names=names: len(names))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda i, names=names: names[i])
+        parts.made_with.cache_clear()
+        found.append(parts.made_with())
+    parts.made_with.cache_clear()
+    assert len(set(found)) == 3
