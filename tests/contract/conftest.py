@@ -29,7 +29,7 @@ FAMILIES = {
     "Mistral": {},
     "Phi3": {},
     "Granite": {
-        "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4,
+        "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 1.5,
     },
 }  # fmt: skip
 
