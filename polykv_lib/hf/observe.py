@@ -31,10 +31,15 @@ class ObservedLayer(DynamicLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "batch head token dim"], Float[Tensor, "batch head token dim"]]:
-        """Append and return keys and values; the keys carry the handle."""
+        """Append and return keys and values; the keys carry the handle.
+
+        They are another tensor object than the layer's own: tensors that refer to what holds them
+        would never be freed.
+        """
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        keys.polykv_observer = self
-        return keys, values
+        handle: Any = keys.view(keys.shape)
+        handle.polykv_observer = self
+        return handle, values
 
     def after_attention(self, queries: Queries, scale: float | None) -> None:
         """Called by the attention function."""

@@ -1,11 +1,15 @@
 """Every clever path against a plain one, in fp32, with controls that must fail."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 import polykv_lib as pk
 from polykv_lib import hf
+from polykv_lib.evict import H2O, Plan
 from polykv_lib.hf.compat import forward
 from polykv_lib.pool import freeze
 
@@ -168,3 +172,27 @@ def test_half_precision_is_as_near_as_the_dense_cache(llama, tokens):
     finally:
         llama.to(torch.float32)
     assert ours < 1.5 * dense
+
+
+@pytest.mark.parametrize("kind", ["observed", "full", "agents", "evicting"])
+def test_a_cache_is_freed_when_it_is_dropped(llama, tokens, kind):
+    """Without waiting for the collector of cycles, which does not see how large tensors are."""
+    document, own = tokens(1, DOCUMENT), tokens(1, OWN, seed=1)
+    layers = hf.read_document(llama, document)
+    if kind == "observed":
+        cache = hf.observed_cache(layers, lambda i, layer: None)
+    elif kind == "full":
+        cache = hf.full_cache(layers)
+    elif kind == "agents":
+        cache = pk.build_pool(llama, document, **LOSSLESS).agent_cache(1)
+    else:
+        cache = pk.prefill(llama, document, Plan.uniform(H2O(), 20, 2).decoding(H2O(), 22))
+    hf.logits(llama, cache, own, DOCUMENT)
+    held = [weakref.ref(cache), *map(weakref.ref, cache.layers)]
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        assert not [found for ref in held if (found := ref()) is not None]
+    finally:
+        gc.enable()
