@@ -133,7 +133,7 @@ def _controls() -> Iterator[Row]:
 
 def _frontier() -> Iterator[Row]:
     codecs = {"paper": 5.6, "lean": 3.3, "affine3+tq3": 3.4, "by layer, 3 bits": 3.1}
-    codecs["by layer, 3.4 bits"] = 3.3
+    codecs |= {"by layer, 3.4 bits": 3.3, "shaped": 3.2, "tiered": 3.0}
     for role in ("selection", "report"):
         for codec, bits in codecs.items():
             at: dict[str, Any] = {
@@ -242,7 +242,7 @@ def _joint() -> Iterator[Row]:
         yield _row("joint_plan", "budget", 40, "tokens", kind="computed", layer=0, policy="H2O",
                    codec="lean", context_tokens=560, **at)  # fmt: skip
     for against in ("codec alone", "paper-b, ppl budgets", "best single, quantised",
-                    "gain-curve, full", "gain-curve, lean"):  # fmt: skip
+                    "gain-curve, full", "gain-curve, lean", "gain-curve, tiered"):  # fmt: skip
         yield _row("joint_wins", "points_won_pct", 100, "%", n=2, method="joint", against=against,
                    **setting)  # fmt: skip
 

@@ -230,7 +230,7 @@ def test_a_headline_of_two_profiles_shows_the_one_of_more_items() -> None:
     shown = headlines(tidy([many, few]))
     assert shown["ours"].tolist() == ["94"]
     assert "--profile many" in shown["command"].iloc[0]
-    elsewhere = record(gap(80.0, 9, question="visible"), profile="few")
+    elsewhere = record(gap(80.0, 9, suite="ruler"), profile="few")
     assert sorted(headlines(tidy([many, elsewhere]))["ours"]) == ["80", "94"]
 
 
