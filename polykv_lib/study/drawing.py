@@ -50,6 +50,7 @@ LOOKS = {
     "lean": Look(label="lean", colour="#228855", marker="p", line="-"),
     "shaped": Look(label="shaped", colour="#7A4FBF", marker="4", line="-"),
     "tiered": Look(label="tiered", colour="#0B5FA5", marker="$T$", line="-"),
+    "slim": Look(label="slim", colour="#0B5FA5", marker="$S$", line=":"),
     "lean-3-2": Look(label="lean, 3 and 2 bits", colour="#228855", marker="2", line=":"),
     "lean-2-2": Look(label="lean, 2 bits", colour="#66AA88", marker="3", line=":"),
     "spare-3-2": Look(label="spare, 3 and 2 bits", colour="#CCAA77", marker="+", line=":"),

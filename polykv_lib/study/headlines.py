@@ -17,9 +17,9 @@ INVERSION = {
 }
 FRONTIER = {
     "paper": "paper A's codec",
-    "lean": "the lean codec",
-    "shaped": "the shaped codec",
     "tiered": "the tiered codec",
+    "shaped4-3-eighth+tq4-2-eighth": "the slim codec",
+    "by layer, 2.75 bits": "codecs by layer",
 }
 SPEEDUPS = {
     "over_floor": "step of a pool / step without a document, paper A's codec",

@@ -133,7 +133,8 @@ def _controls() -> Iterator[Row]:
 
 def _frontier() -> Iterator[Row]:
     codecs = {"paper": 5.6, "lean": 3.3, "affine3+tq3": 3.4, "by layer, 3 bits": 3.1}
-    codecs |= {"by layer, 3.4 bits": 3.3, "shaped": 3.2, "tiered": 3.0}
+    codecs |= {"by layer, 2.75 bits": 2.8, "shaped": 3.2, "tiered": 3.0}
+    codecs["shaped4-3-eighth+tq4-2-eighth"] = 2.9
     for role in ("selection", "report"):
         for codec, bits in codecs.items():
             at: dict[str, Any] = {

@@ -141,6 +141,7 @@ def test_names_are_presets_or_pairs() -> None:
     assert presets.codec("int8+tq2@8").n_sink == 8
     assert presets.codec("tiered") == presets.codec("shaped4-3+tq4-2")
     assert presets.codec("shaped") == presets.codec("shaped4+tq3")
+    assert presets.codec("slim") == presets.codec("shaped4-3-eighth+tq4-2-eighth")
     with pytest.raises(ValueError, match=r"'x\+tq2': no codec 'x'; Choose one of: int8, affine2"):
         presets.codec("x+tq2")
     with pytest.raises(ValueError, match="no codec 'leen'; did you mean 'lean'"):
