@@ -65,9 +65,9 @@ def printed_by(code: str) -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def test_quick_start_is_twelve_lines_and_what_follows_it_goes_on_from_there() -> None:
+def test_quick_start_is_eleven_lines_and_what_follows_it_goes_on_from_there() -> None:
     code, _, plan, generate = blocks("python")
-    assert len([line for line in code.splitlines() if line.strip()]) == 12
+    assert len([line for line in code.splitlines() if line.strip()]) == 11
     first, *answers, evicted, answer, generated = printed_by(code + plan + generate)
     assert generated
     assert answer
