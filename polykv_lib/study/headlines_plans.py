@@ -8,7 +8,7 @@ PLANS = {
     "ours": "our plan",
 }
 KEPT = 0.25
-HIDDEN = {"question": "hidden"}
+HIDDEN: dict[str, str | float] = {"question": "hidden"}
 BYTES = 1 / 16  # of one bf16 copy
 AT_EQUAL_BYTES = {
     "codec alone": "codecs without eviction",
