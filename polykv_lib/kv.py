@@ -7,10 +7,11 @@ row     one query of one query head, folded onto the KV head that it reads
 Keys are stored after RoPE, in the order of Hugging Face: batch, head, token, dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -52,6 +53,13 @@ class LayerKV:
     def softmax_scale(self) -> float:
         """The factor of q . k."""
         return self.keys.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+def stacked(rows: Sequence[LayerKV]) -> LayerKV:
+    """Keys and values of one layer from several documents, equally long, as rows of one batch."""
+    return LayerKV(
+        keys=torch.cat([row.keys for row in rows]), values=torch.cat([row.values for row in rows])
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from polykv_lib.evict import Plan
 from polykv_lib.hf import compat
 from polykv_lib.hf.attention import NAME
+from polykv_lib.hf.footprint import geometry_of
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
 from polykv_lib.pool import PoolError, SharedKVPool
 
@@ -91,10 +92,10 @@ def check_owner(
 
 def check_geometry(pool: SharedKVPool, model: PreTrainedModel, what: str) -> None:
     """Refuse a pool of another shape than the model's cache."""
-    config = model.config.get_text_config()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    expected = (config.num_hidden_layers, config.num_key_value_heads, dim)
-    found = (pool.geometry.n_layers, pool.geometry.n_kv_heads, pool.geometry.head_dim)
+    expected, found = (
+        (own.n_layers, own.n_kv_heads, own.head_dim)
+        for own in (geometry_of(model.config), pool.geometry)
+    )
     if expected != found:
         raise PoolError(
             f"{what} holds (layers, KV heads, head_dim) = {found}, but the model has {expected}. "

@@ -14,7 +14,7 @@ from polykv_lib.hf.baselines import full_cache
 from polykv_lib.hf.reading import read_document
 from polykv_lib.hf.resumed import FullLayer
 from polykv_lib.hf.suffix import logits_from, tail_states
-from polykv_lib.kv import LayerKV
+from polykv_lib.kv import LayerKV, stacked
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.pool import Side
 from polykv_lib.pool.freeze import pieces_of
@@ -45,11 +45,8 @@ def kl_of_each(
     full, entering = tail_states(model, full_cache(layers), item)
     found = []
     for i, some in enumerate(changed):
-        stacked = LayerKV(
-            keys=torch.cat([own.keys for own in some]),
-            values=torch.cat([own.values for own in some]),
-        )
-        cache = Cache(layers=[FullLayer(own) for own in (*layers[:i], stacked, *layers[i + 1 :])])
+        each = (*layers[:i], stacked(some), *layers[i + 1 :])
+        cache = Cache(layers=[FullLayer(own) for own in each])
         hidden = entering[i].expand(len(some), -1, -1)
         rows = logits_from(model, i, hidden, cache, item)
         found.append([float(kl_nats(full, own).mean()) for own in rows])

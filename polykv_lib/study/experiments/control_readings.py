@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from polykv_lib import hf
-from polykv_lib.kv import LayerKV
+from polykv_lib.kv import LayerKV, stacked
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.study.experiments.attention_shape import AttentionShape, mean_shape
@@ -61,7 +60,7 @@ def readings(
                     shapes[i].append(AttentionShape.of(_row(layer, i), n_prefix))
 
         changed = zip(*(draw.applied(layers) for draw in some), strict=True)
-        cache = hf.observed_cache([_stacked(rows) for rows in changed], see)
+        cache = hf.observed_cache([stacked(rows) for rows in changed], see)
         logits = hf.logits(model, cache, fed.expand(len(some), -1), n_prefix)
         full = logits[0].clone() if full is None else full
         for own, shape in zip(logits, shapes, strict=True):
@@ -70,12 +69,6 @@ def readings(
                 kl=kl_nats(full, own).mean().item(),
                 shape=mean_shape(shape) if shape else None,
             )
-
-
-def _stacked(rows: Sequence[LayerKV]) -> LayerKV:
-    return LayerKV(
-        keys=torch.cat([row.keys for row in rows]), values=torch.cat([row.values for row in rows])
-    )
 
 
 def _row(layer: LayerKV, i: int) -> LayerKV:
