@@ -118,12 +118,17 @@ def located(positions: Int[Tensor, "head token"], n_tokens: int) -> Tensor:
     """
     n_heads, n_kept = positions.shape
     n_bytes = -(-n_tokens // 8)
-    if 4 * n_kept <= n_bytes:
+    if positions_nbytes(n_kept, n_tokens) == 4 * n_kept:
         return positions.to(torch.int32)
     bits = torch.zeros(n_heads, 8 * n_bytes, dtype=torch.int64, device=positions.device)
     bits.scatter_(1, positions.long(), 1)
     weights = 1 << torch.arange(8, device=positions.device)
     return (bits.view(n_heads, n_bytes, 8) * weights).sum(-1).to(torch.uint8)
+
+
+def positions_nbytes(n_kept: int, n_tokens: int) -> int:
+    """Bytes that `located` takes for a head that keeps so many of a document's tokens."""
+    return min(4 * n_kept, -(-n_tokens // 8))
 
 
 def dense(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:

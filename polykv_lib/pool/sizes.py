@@ -6,16 +6,18 @@ from typing import Any, Final
 
 import torch
 
-from polykv_lib.kv import Geometry, LayerKV
-from polykv_lib.pool.freeze import pieces_of
+from polykv_lib.kv import Geometry
+from polykv_lib.pool.pieces import positions_nbytes
+from polykv_lib.pool.tiered import Side, Tiered, tiers
+from polykv_lib.quantize import Affine, FullPrecision, Quantizer
+from polykv_lib.quantize.base import encode
 
 SIZE_OF_ID: Final = 4  # bytes of a token's id, which a pool holds too
 
 
-@lru_cache(maxsize=100_000)
 def layer_nbytes(
-    keys: Any,
-    values: Any,
+    keys: Side,
+    values: Side,
     n_sink: int,
     *,
     n_heads: int,
@@ -25,19 +27,38 @@ def layer_nbytes(
 ) -> int:
     """Bytes of a layer whose heads keep `n_kept` of a document's tokens each, its sinks among them.
 
-    Codes, scales, norms, sinks and positions, counted from a layer that is frozen as `freeze` does;
-    what is not quantised is held in bf16. `keys` and `values` are codecs.
+    Codes, scales, norms, sinks and positions, of a layer that `freeze` cuts into pieces; what is
+    not quantised is held in bf16.
     """
-    document = torch.zeros(1, n_heads, n_tokens, head_dim, dtype=torch.bfloat16)
-    kept = [torch.arange(n_kept)] * n_heads
-    layer = LayerKV(
-        keys=document,
-        values=document,
-        moments=torch.eye(head_dim).expand(1, n_heads, -1, -1),
-        attention=torch.zeros(1, n_heads, n_tokens),
-    )
-    pieces = pieces_of(layer, keys, values, n_sink, kept)
-    return sum(t.numel() * t.element_size() for p in pieces for t in p.tensors.values())
+    full = FullPrecision()
+    n_sinks_kept = 0 if keys == values == full else min(n_sink, n_kept)
+    pieces = [(n_sinks_kept, full, full)]
+    for start, stop, *codecs in tiers(keys, values, n_kept - n_sinks_kept):
+        pieces.append((stop - start, *codecs))
+    evicted = n_kept < n_tokens
+    ranked = isinstance(keys, Tiered) or isinstance(values, Tiered)
+    total = 0
+    for i, (n, *codecs) in enumerate(pieces):
+        if n:
+            total += sum(_codec_nbytes(codec, n_heads, n, head_dim) for codec in codecs)
+            if evicted or (ranked and i > 0):
+                total += n_heads * positions_nbytes(n, n_tokens)
+    return total
+
+
+def _codec_nbytes(codec: Quantizer, n_heads: int, n_tokens: int, head_dim: int) -> int:
+    """Bytes of keys or values of some heads: every `step` further tokens take the same."""
+    step = codec.group if isinstance(codec, Affine) and codec.axis == "token" else 1
+    short = min(n_tokens, n_tokens % step + step)
+    one, two = (_encoded_nbytes(codec, n_heads, n, head_dim) for n in (short, short + step))
+    return one + (n_tokens - short) // step * (two - one)
+
+
+@lru_cache(maxsize=10_000)
+def _encoded_nbytes(codec: Quantizer, n_heads: int, n_tokens: int, head_dim: int) -> int:
+    """Bytes of so many tokens, counted once they are encoded."""
+    x = torch.zeros(n_heads, n_tokens, head_dim, dtype=torch.bfloat16)
+    return encode(codec, x, torch.eye(head_dim).expand(n_heads, -1, -1)).nbytes
 
 
 def sizes_of(codec: Any, n_tokens: int, head_dim: int) -> Callable[[int, int], int]:
