@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from polykv_lib import native as compiled
 from polykv_lib import presets
-from polykv_lib.attend import attend_pieces, native
+from polykv_lib.attend import SharedLayer, attend, attend_pieces, native, row_mask
 from polykv_lib.kv import LayerKV
 from polykv_lib.pool import freeze, load
 from polykv_lib.quantize import Affine, FullPrecision, Int8, TurboQuant
@@ -44,9 +44,9 @@ def both(monkeypatch, pool, q, own=None):
     heads = pool.geometry.n_kv_heads
     found = []
     used = []
-    call = native._call
+    call = native.attend
     with monkeypatch.context() as patch:
-        patch.setattr(native, "_call", lambda *args: used.append(1) or call(*args))
+        patch.setattr(native, "attend", lambda *args: used.append(1) or call(*args))
         patch.setattr(native, "_is_faster", lambda *args: True)
         for switch in ("1", "0"):
             patch.setenv("POLYKV_NATIVE", switch)
@@ -61,8 +61,8 @@ def test_a_kernel_that_is_made_is_right():
 
 
 def forget():
-    compiled.functions.cache_clear()
-    native._kernel.cache_clear()
+    for found in (compiled.functions, native._kernel, native._is_right):
+        found.cache_clear()
 
 
 @pytest.fixture(params=["AMX", "AVX-512"])
@@ -166,30 +166,104 @@ def test_queries_that_are_no_numbers_give_none_and_leave_the_others_alone(monkey
 )
 def test_what_it_cannot_read_is_left_to_torch(keys, values, dim):
     layer = LayerKV(keys=draw(1, 2, 70, dim), values=draw(1, 2, 70, dim, seed=1))
-    [[piece]] = freeze([layer], keys=keys, values=values, n_sink=0).layers
-    assert native.attend(draw(2, 3, dim), piece, torch.float32) is None
-    readable = pool_of(70, codec="paper").layers[0][0]
-    assert native.attend(draw(2, 3, 64), readable, torch.float64) is None
+    [pieces] = freeze([layer], keys=keys, values=values, n_sink=0).layers
+    assert native.prepared(pieces, 2, dim, torch.float32) is None
+    assert native.prepared(pool_of(70).layers[0], 2, 64, torch.float64) is None
 
 
 @pytest.mark.usefixtures("instructions")
 def test_packed_keys_of_full_precision_queries_want_amx():
-    piece = pool_of(70, codec="lean").layers[0][1]
-    used = native.attend(draw(2, 3, 64), piece, torch.float32) is not None
+    pieces = pool_of(70, codec="lean").layers[0]
+    used = native.prepared(pieces, 2, 64, torch.float32) is not None
     assert used == (native.status() == "on: AMX")
-    assert native.attend(draw(2, 3, 64), piece, torch.bfloat16) is not None
+    assert native.prepared(pieces, 2, 64, torch.bfloat16) is not None
 
 
 @needs_kernel
-def test_tensors_that_do_not_fit_are_refused():
+@pytest.mark.parametrize(
+    "wrong", [{"scale": torch.ones(2, 69).half()}, {"planes": (torch.zeros(2, 70, 16),) * 2}]
+)
+def test_tensors_that_do_not_fit_are_refused(wrong):
     piece = pool_of(70, codec="paper").layers[0][0]
-    keys, values = piece.keys.codes(), piece.values.codes()
-    q = draw(2, 3, 64)
-    assert native._call(native._kernel(), q, keys, values, 2, 1) is not None
-    short = replace(values, gain=values.gain[:, :69])
-    for q_, values_ in [(q, short), (q.mT.contiguous().mT, values), (q.double(), values)]:
-        with pytest.raises(ValueError, match="native attention wants a contiguous"):
-            native._call(native._kernel(), q_, keys, values_, 2, 1)
+    data = replace(piece.values.data, **wrong)
+    piece = replace(piece, values=replace(piece.values, data=data))
+    with pytest.raises(ValueError, match="native attention wants a contiguous"):
+        native.Prepared([piece], 2, 64, torch.float32)
+
+
+def steps(monkeypatch, shared, q, keys, values, mask):
+    """A decode step in one call, and by its parts in torch."""
+    scale = q.shape[-1] ** -0.5
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_is_faster", lambda *args: True)
+        out = shared.step(q, keys, values, scale, mask)
+        patch.setenv("POLYKV_NATIVE", "0")
+        assert shared.step(q, keys, values, scale, mask) is None
+        plain, lse = attend(q, keys, values, scale, mask)
+        if shared.pieces:
+            plain, _ = shared.attend(q, scale, (plain, lse))
+    assert out is not None
+    assert out.dtype == q.dtype
+    return out, plain.transpose(1, 2)
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("codec", ["paper", "polykv", "lean", "none"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("agents", "own", "dim"), [(1, 1, 64), (5, 17, 128), (4, 40, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_step_in_one_call_is_the_sum_of_its_parts(
+    monkeypatch, codec, masked, agents, own, dim, dtype
+):
+    pieces = [] if codec == "none" else pool_of(300, dim, codec=codec).layers[0]
+    q = draw(6, agents, 1, dim, seed=2).transpose(0, 1).to(dtype)  # as RoPE leaves them
+    room = draw(2, agents, 2, own + 3, dim, seed=3).to(dtype)  # a buffer with room behind them
+    keys, values = room[:, :, :, :own]
+    mask = None
+    if masked:
+        visible = draw(agents, 1, own, seed=4) > 0
+        visible[0] = False  # an agent that sees only the document
+        mask = row_mask(visible[:, None], 3, dtype)
+    shared = SharedLayer(pieces, 2)
+    out, plain = steps(monkeypatch, shared, q, keys, values, mask)
+    exact = dtype == torch.float32
+    tolerance = {"atol": 5e-6, "rtol": 1e-5} if exact else {"atol": 2e-2, "rtol": 2e-2}
+    assert_close(out.float(), plain, **tolerance)
+    values[-1, :, -1] += 3 * values[-1].abs().amax()
+    if mask is None:
+        other, _ = steps(monkeypatch, shared, q, keys, values, mask)
+        assert (other - out)[-1].abs().max() > 1e-3, "the newest token counts"
+        assert torch.equal(other[:-1], out[:-1]), "and for its agent alone"
+
+
+@needs_kernel
+def test_heads_that_keep_different_tokens_are_read_in_one_call(monkeypatch):
+    layer = LayerKV(keys=draw(1, 3, 300, 64), values=draw(1, 3, 300, 64, seed=1))
+    kept = [[torch.arange(300), torch.arange(0, 300, 3), torch.arange(5, 100)]]
+    chosen = presets.codec("polykv")
+    pool = freeze([layer], keys=chosen.keys, values=chosen.values, n_sink=4, kept=kept)
+    shared = SharedLayer(pool.layers[0], 3)
+    q, keys = draw(5, 9, 1, 64, seed=2), draw(5, 3, 7, 64, seed=3)
+    out, plain = steps(monkeypatch, shared, q, keys, keys, None)
+    assert_close(out, plain, atol=5e-6, rtol=1e-5)
+    swapped = SharedLayer(
+        tuple(replace(p, heads=tuple(2 - h for h in p.heads)) for p in shared.pieces), 3
+    )
+    assert (steps(monkeypatch, swapped, q, keys, keys, None)[0] - out).abs().max() > 1e-2
+
+
+@needs_kernel
+def test_a_steps_numbers_that_are_none_stay_with_their_agent(monkeypatch):
+    shared = SharedLayer(pool_of(100).layers[0], 2)
+    q, keys, values = draw(3, 6, 1, 64), draw(3, 2, 9, 64, seed=1), draw(3, 2, 9, 64, seed=2)
+    right, _ = steps(monkeypatch, shared, q, keys, values, None)
+    for of in (q, keys, values):
+        changed = of.clone()
+        changed[1, :, -1, 5] = math.nan
+        given = [changed if x is of else x for x in (q, keys, values)]
+        out, _ = steps(monkeypatch, shared, *given, None)
+        assert torch.equal(out[::2], right[::2])
+        assert out[1].isnan().any()
 
 
 def status_with(**changed: str) -> str:
@@ -229,17 +303,12 @@ def test_another_cpu_gets_no_kernel_and_this_one_compiles_once(tmp_path):
 
 @needs_kernel
 def test_a_kernel_that_errs_is_not_used(monkeypatch):
-    right = native._call
-
-    def wrong(*args):
-        out, lse = right(*args)
-        return out + 1e-3, lse
-
-    native._kernel.cache_clear()
+    right = native.step
+    native._is_right.cache_clear()
     try:
-        monkeypatch.setattr(native, "_call", wrong)
+        monkeypatch.setattr(native, "step", lambda *args: right(*args) + 1e-3)
         assert native.status() == "off: it differs from the plain equation"
         pool = pool_of(70)
         assert attend_pieces(draw(1, 2, 1, 64), pool.layers[0], 2, 1 / 8)[0].isfinite().all()
     finally:
-        native._kernel.cache_clear()
+        native._is_right.cache_clear()

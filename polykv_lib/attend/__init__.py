@@ -6,7 +6,16 @@ arXiv:2402.05099).
 """
 
 from polykv_lib.attend.dense import RowMask, attend, attend_plain, row_mask
-from polykv_lib.attend.pieces import attend_pieces
+from polykv_lib.attend.pieces import SharedLayer, attend_pieces
 from polykv_lib.attend.stored import Piece, Stored
 
-__all__ = ["Piece", "RowMask", "Stored", "attend", "attend_pieces", "attend_plain", "row_mask"]
+__all__ = [
+    "Piece",
+    "RowMask",
+    "SharedLayer",
+    "Stored",
+    "attend",
+    "attend_pieces",
+    "attend_plain",
+    "row_mask",
+]

@@ -4,19 +4,28 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from polykv_lib.kv import Rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Codes:
-    """Codes at rest, for a kernel that reads them itself: int8, or packed (quantize/packing.py)."""
+    """What is at rest, for a kernel that reads it itself.
 
-    planes: tuple[Tensor, ...]  # each [head, token, bytes]
-    levels: Float[Tensor, " level"] | None = None  # what packed codes stand for; None: themselves
-    gain: Float[Tensor, "head token"] | None = None  # the factor of each token's packed codes
+    Numbers as they are, int8, or packed codes (quantize/packing.py).
+    """
+
+    planes: tuple[Tensor, ...]  # each [head, token, bytes], or [head, token, dim]
+    # Of int8: what 1 stands for in each channel.
+    scale: Float[Tensor, "#head one #dim"] | None = None
+    # Of packed codes: what they stand for, in the basis of rows @ rotation; the factor of each
+    # token, bytes or fp16, and what these are multiples of (quantize/base.py).
+    levels: Float[Tensor, " level"] | None = None
+    rotation: Float[Tensor, "dim dim"] | None = None
+    norms: Float[Tensor, "head token"] | UInt8[Tensor, "head token"] | None = None
+    unit: Float[Tensor, "*any"] | None = None
     # Harmonics over tokens, added to the decoded codes outside their basis: real and imaginary
     # amplitudes, and frequencies that all heads share.
     harmonics: Float[Tensor, "head three pair"] | None = None

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from polykv_lib.attend import attend, attend_pieces
+from polykv_lib.attend import attend
 from polykv_lib.hf.caches import AgentLayer
 from polykv_lib.hf.evicting_layer import EvictingLayer
 from polykv_lib.hf.observe import ObservedLayer
@@ -84,9 +84,11 @@ def attention(
         raise ValueError("a pool is read without gradients; call the model under torch.no_grad().")
     layer.unread = False
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = layer.masks.rows(attention_mask, query.shape[1] // layer.n_heads, query.dtype)
+    shared = layer.shared
+    mask = layer.masks.rows(attention_mask, query.shape[1] // shared.n_heads, query.dtype)
+    found = shared.step(query, key, value, scale, mask)
+    if found is not None:
+        return found, None
     own = attend(query, key, value, scale, mask)
-    out = own[0]
-    if layer.pieces:
-        out, _ = attend_pieces(query, layer.pieces, layer.n_heads, scale, own)
+    out, _ = shared.attend(query, scale, own) if shared.pieces else own
     return out.to(query.dtype).transpose(1, 2).contiguous(), None

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from polykv_lib.attend import RowMask, row_mask
+from polykv_lib.attend import RowMask, SharedLayer, row_mask
 from polykv_lib.hf import compat
 from polykv_lib.pool import Piece, PoolError, SharedKVPool
 
@@ -59,8 +59,7 @@ class AgentLayer(DynamicLayer):
     ):
         """`seen` tokens of document precede the agents' own; `window` bounds both together."""
         super().__init__()
-        self.pieces = pieces
-        self.n_heads = n_heads
+        self.shared = SharedLayer(pieces, n_heads)
         self.seen = seen
         self.window = window
         self.masks = masks

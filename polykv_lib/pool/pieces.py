@@ -51,15 +51,22 @@ class Stored:
 
     def codes(self) -> Codes | None:
         """The codes behind the levels, of the codecs that the native kernel reads."""
-        n_tokens = self.data.shape[-2]
-        match self.codec:
+        codec, data = self.codec, self.data
+        match codec:
             case Int8(scale="tensor" | "channel"):
-                return Codes(self.data.planes)
-            case TurboQuant(bits=bits):
-                return Codes(self.data.planes, stored_levels(bits), self.gains(0, n_tokens))
-            case HarmonicTurboQuant(bits=bits):
-                gain = self.codec.rest().gains(self.data, 0, n_tokens)
-                return Codes(self.data.planes, stored_levels(bits), gain, self.data.zero)
+                return Codes(planes=data.planes, scale=data.scale)
+            case TurboQuant() | HarmonicTurboQuant():
+                turbo = codec.rest() if isinstance(codec, HarmonicTurboQuant) else codec
+                return Codes(
+                    planes=data.planes,
+                    levels=stored_levels(turbo.bits),
+                    rotation=turbo.basis(data.planes[0].device, data.shape[-1]),
+                    norms=data.scale,
+                    unit=data.unit,
+                    harmonics=data.zero,
+                )
+            case FullPrecision():
+                return Codes(planes=data.planes)
         return None
 
     def to_levels(self, rows: Rows) -> Rows:

@@ -91,7 +91,7 @@ class TurboQuant:
         check_moments(x, moments, self)
         found = None
         if moments is None:
-            rotation = self._rotation(x.device, x.shape[-1])
+            rotation = self.basis(x.device, x.shape[-1])
             found = native.turbo(x.detach(), rotation, self.bits, self.match_norm)
         planes, length = found or self._encode_blocks(x.detach(), moments)
         scale, unit = (to_half if self.norms == "half" else to_byte)(length)
@@ -126,19 +126,19 @@ class TurboQuant:
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
         """The rows, rotated: rows @ R."""
-        return rows @ self._rotation(rows.device, q.shape[-1]).to(rows.dtype)
+        return rows @ self.basis(rows.device, q.shape[-1]).to(rows.dtype)
 
     def from_levels(
         self, q: Quantized, rows: Float[Tensor, "*batch row dim"]
     ) -> Float[Tensor, "*batch row dim"]:
         """The rows, rotated back: rows @ R^T."""
-        return rows @ self._rotation(rows.device, q.shape[-1]).to(rows.dtype).mT
+        return rows @ self.basis(rows.device, q.shape[-1]).to(rows.dtype).mT
 
     def _encode_blocks(
         self, x: Float[Tensor, "*batch token dim"], moments: Tensor | None
     ) -> tuple[Planes, Tensor]:
         """Packed codes and lengths, block by block."""
-        m = None if moments is None else weighted(moments, self._rotation(x.device, x.shape[-1]))
+        m = None if moments is None else weighted(moments, self.basis(x.device, x.shape[-1]))
         size = SHAPED_BLOCK if self.shaped else BLOCK
         if x.device.type != "cpu":
             size = x.numel()
@@ -158,7 +158,7 @@ class TurboQuant:
         check_finite(largest, self)
         largest.clamp_min_(TINY)
         norm = torch.linalg.vector_norm(rows.div_(largest), dim=-1, keepdim=True).clamp_min_(TINY)
-        z = rows.div_(norm) @ (self._rotation(x.device, dim) * math.sqrt(dim))
+        z = rows.div_(norm) @ (self.basis(x.device, dim) * math.sqrt(dim))
         length = (largest * norm)[..., 0]
         if m is None:
             codes, fit = nearest_code(z, self.bits), None
@@ -173,7 +173,8 @@ class TurboQuant:
             length /= math.sqrt(dim)
         return stored_words(words, self.bits), length
 
-    def _rotation(self, device: torch.device, dim: int) -> Float[Tensor, "dim dim"]:
+    def basis(self, device: torch.device, dim: int) -> Float[Tensor, "dim dim"]:
+        """R: levels are those of x @ R."""
         return rotation(dim, self.rotation, self.seed, device)
 
 

@@ -274,7 +274,7 @@ def test_the_prefill_is_the_pools(llama, tokens):
         cache = pk.prefill(llama, document, plan.decoding(policy, 20))
         pool = pk.prefill(llama, document, plan)
         for layer, theirs in zip(cache.layers, pool.layers, strict=True):
-            [piece], [held] = theirs.pieces, layer.held
+            [piece], [held] = theirs.shared.pieces, layer.held
             assert torch.equal(piece.positions.long(), held.positions[0])
             assert_close(piece.values.dense(), held.values[0])
             assert_close(piece.keys.dense(), held.keys[0])

@@ -62,17 +62,21 @@ static int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static int64_t tiled(const Task *a) { return (a->rows + TILE - 1) / TILE * TILE; }
 
-// n tokens of packed codes; a short block is copied, so that nothing behind its last is read.
+// n tokens of packed codes, and their gains; a short block is copied, so that nothing behind its
+// last is read.
 static Packed block_of(const Packed *p, int64_t dim, int64_t at, int64_t n, uint8_t *copy,
                        float *gain) {
   const int64_t words = wide(p, dim), tops = narrow(p, dim);
-  Packed own = {p->words + at * words, p->tops + at * tops, p->gain + at, p->levels, p->bits};
+  Packed own = *p;
+  own.words += at * words;
+  own.tops += at * tops;
+  own.norms = (const char *)own.norms + at * p->norm_bytes;
   if (n < BLOCK) {
     uint8_t *second = memset(copy, 0, BLOCK * dim) + BLOCK * words;
     own.words = memcpy(copy, own.words, n * words);
     if (tops) own.tops = memcpy(second, own.tops, n * tops);
-    own.gain = memcpy(memset(gain, 0, 4 * BLOCK), own.gain, 4 * n);
   }
+  gains_of(&own, n, gain);
   return own;
 }
 
@@ -91,13 +95,13 @@ static void prepare(const Task *a, int64_t head, Part part) {
 }
 
 // Keys of a block of n tokens, as the products want them.
-static Packed lay_out(const Task *a, const Table *table, int64_t at, int64_t n, uint8_t *to,
-                      uint8_t *copy, float *gain) {
+static void lay_out(const Task *a, const Table *table, int64_t at, int64_t n, uint8_t *to,
+                    uint8_t *copy, float *gain) {
   const int64_t dim = a->dim;
   if (!a->keys) {
     const Packed own = block_of(&a->packed_keys, dim, at, n, copy, gain);
     unpack_keys(&own, dim, table, (uint16_t *)to);
-    return own;
+    return;
   }
   const void *keys = a->keys + at * dim;
   if (n < BLOCK) keys = memcpy(memset(copy, 0, BLOCK * dim), keys, n * dim);
@@ -105,7 +109,6 @@ static Packed lay_out(const Task *a, const Table *table, int64_t at, int64_t n, 
     for (int c = 0; c < dim / 64; c++)
       transpose((const char *)keys + 16 * i * dim + 64 * c, dim, KEY_BIAS,
                 to + 16 * i * dim + 1024 * c);
-  return (Packed){0};
 }
 
 // Products of up to TILE rows of a head, from row m on, with a block's keys.
@@ -146,7 +149,7 @@ static void attend_span(const Task *a, const Table *tables, const uint16_t *basi
   open_tiles();
   for (int64_t t = from; t < to; t += BLOCK) {
     const int64_t at = head * a->tokens + t, n = to - t < BLOCK ? to - t : BLOCK;
-    const Packed keys = lay_out(a, tables, at, n, scratch, scratch + 4 * block, key_gain);
+    lay_out(a, tables, at, n, scratch, scratch + 4 * block, key_gain);
     const Packed values = block_of(&a->values, dim, at, n, scratch + 5 * block, value_gain);
     unpack_values(&values, dim, tables + 1, levels);
     if (a->waves.rows) {
@@ -158,7 +161,7 @@ static void attend_span(const Task *a, const Table *tables, const uint16_t *basi
       multiply(a, part, m, here, scratch, channel, basis, product);
       for (int64_t r = 0; r < here; r++) {
 #define WEIGH(digits, terms) \
-    weigh(product + r * (digits ? digits : 1), part.row + m + r, keys.gain, values.gain, n, \
+    weigh(product + r * (digits ? digits : 1), part.row + m + r, key_gain, value_gain, n, \
           digits, terms, (void *)weight[0][r])
         shrink[r] = !coarse ? WEIGH(digits, a->terms) : digits ? WEIGH(2, 1) : WEIGH(0, 1);
       }

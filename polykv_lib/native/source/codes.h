@@ -1,12 +1,33 @@
 // Keys and values at rest -> bytes and bf16 numbers, laid out for the products.
 #pragma once
-#include "task.h"
+#include "rows.h"
 
 typedef struct { __m512i low, high, shifts, order; } Table;  // bytes of the levels in bf16
 
 static int64_t wide(const Packed *p, int64_t dim) { return dim * (p->bits == 3 ? 2 : p->bits) / 8; }
 
 static int64_t narrow(const Packed *p, int64_t dim) { return p->bits == 3 ? dim / 8 : 0; }
+
+// What multiplies the levels of a block's tokens; 0 behind the n-th.
+static void gains_of(const Packed *p, int64_t n, float *gain) {
+  const uint16_t *halves = p->norms;
+  const uint8_t *bytes = p->norms;
+  for (int64_t i = 0; i < BLOCK; i += 16) {
+    const __mmask16 here = n - i >= 16 ? 0xffff : n <= i ? 0 : (1 << (n - i)) - 1;
+    __m512 y;
+    if (p->norm_bytes == 2) {
+      y = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(here, halves + i));
+      y = _mm512_mul_ps(y, _mm512_set1_ps(p->unit[0]));
+    } else {  // a code c stands for unit[0] 2^((c - 255) unit[1]), but 0 for 0
+      const __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(here, bytes + i));
+      const __mmask16 some = _mm512_test_epi32_mask(code, code);
+      y = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(255)));
+      y = exp2_ps(_mm512_mul_ps(y, _mm512_set1_ps(p->unit[1])));
+      y = _mm512_maskz_mul_ps(some, y, _mm512_set1_ps(p->unit[0]));
+    }
+    _mm512_storeu_ps(gain + i, y);
+  }
+}
 
 // 16 tokens of 64 bytes -> [4 bytes][token] dwords, with a bias on each byte.
 static void transpose(const void *from, int64_t stride, int bias, void *to) {

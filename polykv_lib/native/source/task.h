@@ -25,8 +25,9 @@ enum { BLOCK = 64, VECTORS = BLOCK / 16, MAX_DIGITS = 3, MAX_TERMS = 2, MAX_DIM 
 
 typedef struct {
   const uint8_t *words, *tops;  // [head, token, bytes]: packed codes; tops: 3 bits only
-  const float *gain, *levels;   // [head, token], [2^bits]
-  int64_t bits;
+  const void *norms;            // [head, token]: a token's factor, in bytes or fp16 at rest
+  const float *unit, *levels;   // what norms stand for (quantize/base.py); [2^bits]
+  int64_t bits, norm_bytes;
 } Packed;
 
 // Harmonics over tokens, h[t] = a exp(i f t) for each pair of channels j and j + dim / 2, which add
@@ -45,3 +46,5 @@ typedef struct {
   int64_t heads, rows, tokens, dim;
   int64_t digits, terms, threads;  // of q: 2 or 3; of weights: 1 or 2
 } Task;
+
+int polykv_attend(const Task *a);

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from polykv_lib import presets
-from polykv_lib.attend import attend_pieces
+from polykv_lib.attend import SharedLayer
 from polykv_lib.kv import Geometry
 from polykv_lib.metrics.intervals import median_interval
 from polykv_lib.pool import SharedKVPool
@@ -63,7 +63,8 @@ def rows(
     pools = {codec: shape.pool(codec, seed) for codec in codecs}
     one_copy = [pools["full"].read(i) for i in range(shape.heads.n_layers)]
     steps: dict[tuple[str, str], Callable[[], Queries]] = {
-        ("shared-pool", codec): partial(over_pool, pool, q) for codec, pool in pools.items()
+        ("shared-pool", codec): partial(over_pool, shared_layers(pool), q)
+        for codec, pool in pools.items()
     }
     steps["sdpa", "full"] = partial(over_one_copy, one_copy, q)
     source = torch.ones(COPIED_BYTES[shape.device.type], dtype=torch.uint8, device=shape.device)
@@ -94,11 +95,16 @@ def rows(
     return found, samples
 
 
-def over_pool(pool: SharedKVPool, q: Queries) -> Queries:
+def over_pool(layers: Sequence[SharedLayer], q: Queries) -> Queries:
     """The attention of one decode step in every layer of a pool; the last layer's output."""
-    for pieces in pool.layers:
-        out, _ = attend_pieces(q, pieces, pool.geometry.n_kv_heads, q.shape[-1] ** -0.5)
+    for layer in layers:
+        out, _ = layer.attend(q, q.shape[-1] ** -0.5)
     return out.to(q.dtype)
+
+
+def shared_layers(pool: SharedKVPool) -> list[SharedLayer]:
+    """The layers of a pool as agents attend to them."""
+    return [SharedLayer(pieces, pool.geometry.n_kv_heads) for pieces in pool.layers]
 
 
 def over_one_copy(layers: Sequence[tuple[Tensor, Tensor]], q: Queries) -> Queries:
