@@ -108,6 +108,11 @@ def status() -> str:
     return f"on: {native.instructions()}"
 
 
+def is_on() -> bool:
+    """Whether the kernel is used."""
+    return status().startswith("on")
+
+
 class Prepared:
     """The pieces of a layer as the kernel is told of them, and what their addresses point to."""
 

@@ -26,9 +26,12 @@ Partial = tuple[Tensor, Tensor]  # attention over some tokens: its output and ls
 class SharedLayer:
     """One layer of a pool, as queries attend to it step by step."""
 
-    def __init__(self, pieces: Sequence[Piece], n_heads: int) -> None:
-        """Disjoint sets of tokens, of which heads may hold different numbers; KV heads."""
-        self.pieces, self.n_heads = tuple(pieces), n_heads
+    def __init__(self, pieces: Sequence[Piece], n_heads: int, by_torch: bool = False) -> None:
+        """Disjoint sets of tokens, of which heads may hold different numbers; KV heads.
+
+        `by_torch` leaves the native kernel out.
+        """
+        self.pieces, self.n_heads, self.by_torch = tuple(pieces), n_heads, by_torch
         self._prepared: dict[tuple[int, torch.dtype], native.Prepared | None] = {}
 
     def attend(
@@ -79,7 +82,7 @@ class SharedLayer:
 
     def _native(self, q: Tensor) -> native.Prepared | None:
         """What the kernel is told of the pieces; None where torch reads them."""
-        if q.device.type != "cpu" or not native.status().startswith("on"):
+        if self.by_torch or q.device.type != "cpu" or not native.is_on():
             return None
         kind = q.shape[-1], q.dtype
         if kind not in self._prepared:

@@ -27,11 +27,14 @@ def expanded_cache(pool: SharedKVPool, n: int = 1) -> DynamicCache:
     return full_cache(list(layers), n)
 
 
-def folded_cache(layers: Sequence[LayerKV], geometry: Geometry, n: int = 1) -> AgentCache:
+def folded_cache(
+    layers: Sequence[LayerKV], geometry: Geometry, n: int = 1, *, by_torch: bool = False
+) -> AgentCache:
     """Dense copies of the document, n of them, read as agents' own tokens are; no layers: none.
 
     The same bytes and the same answer as `full_cache`, but the query heads of a KV head meet it as
-    rows, which the kernels of a CPU serve several times faster than grouped heads.
+    rows, which the kernels of a CPU serve several times faster than grouped heads. `by_torch`
+    leaves the native kernel out, which is faster still.
     """
     nothing = SharedKVPool(
         layers=((),) * geometry.n_layers,
@@ -39,7 +42,7 @@ def folded_cache(layers: Sequence[LayerKV], geometry: Geometry, n: int = 1) -> A
         n_tokens=0,
         document_ids=torch.empty(0, dtype=torch.int64),
     )
-    cache = AgentCache(nothing, n)
+    cache = AgentCache(nothing, n, by_torch=by_torch)
     for held, layer in zip(cache.layers, layers, strict=False):
         keys = layer.keys.repeat_interleave(n, dim=0)
         held.update(keys, layer.values.repeat_interleave(n, dim=0))

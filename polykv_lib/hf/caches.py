@@ -56,10 +56,11 @@ class AgentLayer(DynamicLayer):
         seen: int,
         window: int | None,
         masks: "Masks",
+        by_torch: bool = False,
     ):
         """`seen` tokens of document precede the agents' own; `window` bounds both together."""
         super().__init__()
-        self.shared = SharedLayer(pieces, n_heads)
+        self.shared = SharedLayer(pieces, n_heads, by_torch)
         self.seen = seen
         self.window = window
         self.masks = masks
@@ -152,14 +153,21 @@ class AgentLayer(DynamicLayer):
 class AgentCache(Cache):
     """Cache of N agents that read one pool. Any number of them may read it at once."""
 
-    def __init__(self, pool: SharedKVPool, n: int, window: int | None = None):
-        """`n` agents; a batch may also hold a multiple of n rows (beams)."""
+    def __init__(
+        self, pool: SharedKVPool, n: int, window: int | None = None, by_torch: bool = False
+    ):
+        """`n` agents; a batch may also hold a multiple of n rows (beams).
+
+        `by_torch` leaves the native kernel out.
+        """
         self.n_agents = n
         self.kept_per_head = pool.kept_per_head  # tokens of the document, by layer and KV head
         self.last: AgentLayer | None = None  # updated last: its attention must have read it
         self.masks = Masks()
         layers = [
-            AgentLayer(pieces, pool.geometry.n_kv_heads, pool.n_tokens, window, self.masks)
+            AgentLayer(
+                pieces, pool.geometry.n_kv_heads, pool.n_tokens, window, self.masks, by_torch
+            )
             for pieces in pool.layers
         ]
         super().__init__(layers=layers)

@@ -73,6 +73,8 @@ LOOKS = {
     "expanded-batch": Look(label="a full copy each", colour="#444444", marker="s", line=":"),
     "pooled-agent": Look(label="paper: decompressed each", colour="#EE6677", marker="o", line="-."),
     "expanded-folded": Look(label="the same, heads folded", colour="#AA3377", marker="<"),
+    "expanded-native": Look(label="the same, this kernel", colour="#CC99BB", marker=">"),
+    "no-document-native": Look(label="no document, this kernel", colour="#DDDDDD", marker="+"),
     "no-document-folded": Look(label="no document, folded", colour="#BBBBBB", marker="x"),
     "prefill-again": Look(label="read all again", colour="#B8A000", marker="v"),
     "pool": Look(label="pool", colour="#4477AA", marker="D"),

@@ -24,6 +24,7 @@ FRONTIER = {
 SPEEDUPS = {
     "over_floor": "step of a pool / step without a document, paper A's codec",
     "faster_than_folded": "the step, times faster than a copy an agent, heads folded",
+    "faster_than_native": "the same, that cache read by this kernel too",
     "faster_than_expanded": "the same, times faster than an ordinary batch",
     "faster_than_pooled": "the same, times faster than paper A's way, agent by agent",
 }

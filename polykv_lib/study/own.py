@@ -49,8 +49,8 @@ OWN = {
         table="speedup",
         by=(*MACHINE, "context_tokens", "n_agents", "codec"),
         metrics=(
-            *("over_floor", "faster_than_expanded", "faster_than_folded"),
-            "faster_than_pooled",
+            *("over_floor", "over_native_floor", "faster_than_expanded", "faster_than_folded"),
+            *("faster_than_native", "faster_than_pooled"),
         ),
     ),
     "scaling_in_agents": Own(

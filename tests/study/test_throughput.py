@@ -2,12 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from polykv_lib import hf
+from polykv_lib.attend import native
 from polykv_lib.kv import Geometry
 from polykv_lib.metrics.intervals import Interval
 from polykv_lib.study.experiments import bandwidth, throughput, throughput_checks, throughput_once
@@ -58,7 +60,10 @@ def test_every_method_answers_like_a_plain_cache_before_it_is_timed(outcome: Out
         (r.dims["method"], r.dims["codec"]) for r in found(outcome, "checks", "kl_nats")
     )
     pools = {("shared-pool", codec): 2 for codec in ("full", "paper", "compact")}
-    assert methods == pools | {("expanded-folded", "full"): 2, ("pooled-agent", "paper"): 2}
+    dense = {("expanded-folded", "full"): 2, ("pooled-agent", "paper"): 2}
+    if native.is_on():
+        dense["expanded-native", "full"] = 2
+    assert methods == pools | dense
     assert all(r.value < 1e-6 for r in found(outcome, "checks", "kl_nats"))
     assert all(r.value == 1 for r in found(outcome, "checks", "tokens_equal"))
     cost = {r.dims["codec"]: r.value for r in found(outcome, "checks", "kl_full_nats")}
@@ -128,25 +133,27 @@ def test_bytes_held_are_pool_and_caches(tiny: tuple[Any, Any]) -> None:
     assert replace(agents, method="no-document").held() == 3 * 20 * token
 
 
-def test_folded_copies_answer_like_stock_copies(tiny: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_folded_copies_answer_like_stock_copies(tiny: tuple[Any, Any], by_torch: bool) -> None:
     model, _ = tiny
+    folded_cache = partial(hf.folded_cache, by_torch=by_torch)
     document = torch.arange(60)[None]
     layers = hf.read_document(model, document)
     prompts = [[5, 6, 7], [9], [30, 31]]
     options: dict[str, Any] = {"n_seen": 60, "max_new_tokens": 8}
     stock = hf.greedy(model, hf.full_cache(layers, 3), prompts, **options)
-    folded = hf.folded_cache(layers, GEOMETRY, 3)
+    folded = folded_cache(layers, GEOMETRY, 3)
     assert held_bytes(folded) == 3 * 63 * GEOMETRY.elements_per_token * 4
     assert hf.greedy(model, folded, prompts, **options) == stock
-    assert hf.greedy(model, hf.folded_cache([], GEOMETRY, 3), prompts, **options) != stock
+    assert hf.greedy(model, folded_cache([], GEOMETRY, 3), prompts, **options) != stock
     ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
     plain = hf.logits(model, hf.full_cache(layers, 3), ids, 60)
-    close = hf.logits(model, hf.folded_cache(layers, GEOMETRY, 3), ids, 60)
+    close = hf.logits(model, folded_cache(layers, GEOMETRY, 3), ids, 60)
     scale = plain.abs().max()
     assert (plain - close).abs().max() < 1e-5 * scale
-    empty = hf.logits(model, hf.folded_cache([], GEOMETRY, 3), ids, 60)
+    empty = hf.logits(model, folded_cache([], GEOMETRY, 3), ids, 60)
     assert (plain - empty).abs().max() > 0.1 * scale
-    kept = hf.logits(model, hf.folded_cache(layers, GEOMETRY, 3), ids, 60, keep=1)
+    kept = hf.logits(model, folded_cache(layers, GEOMETRY, 3), ids, 60, keep=1)
     assert (kept - close[:, -1:]).abs().max() < 1e-5 * scale
 
 

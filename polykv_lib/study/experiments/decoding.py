@@ -3,8 +3,9 @@
 Methods: "shared-pool" (one batch that reads the pool), "expanded-batch" (one batch over an ordinary
 cache with a dense copy an agent), "pooled-agent" (the published way: every agent alive with its own
 decompressed cache, one after another) and "no-document" (the same batch without any). Two of them
-also come "-folded": through this library's attention, which takes the query heads of a KV head as
-rows, where the stock attention of transformers is several times slower on a CPU.
+also come "-folded": torch's kernel gets the query heads of a KV head as rows, where the stock
+attention of transformers is several times slower on a CPU; and "-native": this library's kernel
+reads the same dense cache.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,9 +25,11 @@ from polykv_lib.study.experiments.timing import interleaved_ms
 
 ANSWER_TOKENS: Final = 64  # `ask`'s default; an agent is weighed after an answer of this length
 PEAK_TOKENS: Final = 4  # new tokens while the peak is taken: it is reached at the first ones
-DENSE: Final = ("expanded-batch", "expanded-folded")  # those with a document that need no pool
+DENSE: Final = ("expanded-batch", "expanded-folded", "expanded-native")  # that need no pool
 METHODS: Final = ("shared-pool", "expanded-batch", "pooled-agent", "no-document")
-FOLDED: Final = ("expanded-folded", "no-document-folded")
+OURS: Final = tuple(
+    f"{m}-{how}" for m in ("expanded", "no-document") for how in ("folded", "native")
+)
 K = TypeVar("K", bound=Hashable)
 
 
@@ -47,17 +50,21 @@ class Agents:
                 return [(self.pool.agent_cache(self.n), self.n)]
             case "expanded-batch":
                 return [(hf.expanded_cache(self.pool, self.n), self.n)]
-            case "expanded-folded":
+            case "expanded-folded" | "expanded-native":
                 dense = [LayerKV(keys=k, values=v) for k, v in map(self.pool.read, self._layers)]
-                return [(hf.folded_cache(dense, self.pool.geometry, self.n), self.n)]
+                return [(self._folded(dense), self.n)]
             case "pooled-agent":
                 return [(hf.expanded_cache(self.pool), 1) for _ in range(self.n)]
             case "no-document":
                 return [(hf.full_cache([]), self.n)]
-            case "no-document-folded":
-                return [(hf.folded_cache([], self.pool.geometry, self.n), self.n)]
-        known = ", ".join((*METHODS, *FOLDED))
+            case "no-document-folded" | "no-document-native":
+                return [(self._folded([]), self.n)]
+        known = ", ".join((*METHODS, *OURS))
         raise ValueError(f"no method {self.method!r}; choose one of: {known}.")
+
+    def _folded(self, layers: Sequence[LayerKV]) -> hf.AgentCache:
+        by_torch = self.method.endswith("-folded")
+        return hf.folded_cache(layers, self.pool.geometry, self.n, by_torch=by_torch)
 
     def asked(self) -> list[tuple[Any, int]]:
         """Fresh caches in which every agent has read the question."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from scipy import stats
 
+from polykv_lib.attend import native
 from polykv_lib.metrics.intervals import CONFIDENCE, Interval, median_interval
 from polykv_lib.pool import SharedKVPool
 from polykv_lib.study.experiments.common import row
@@ -22,11 +23,13 @@ OTHERS: Final = (
     ("no-document", None),
     ("no-document-folded", None),
 )
-FLOOR: Final = ("no-document-folded", None)
+NATIVE: Final = (("expanded-native", FULL), ("no-document-native", None))  # where there is a kernel
 COMPARED: Final = {
-    "over_floor": FLOOR,
+    "over_floor": ("no-document-folded", None),
+    "over_native_floor": ("no-document-native", None),
     "faster_than_expanded": ("expanded-batch", FULL),
     "faster_than_folded": ("expanded-folded", FULL),
+    "faster_than_native": ("expanded-native", FULL),
     "faster_than_pooled": ("pooled-agent", PAPER),
 }
 FITTED: Final = (("step_ms", "ms_per_agent", "ms"), ("held_bytes", "bytes_per_agent", "B"))
@@ -57,7 +60,7 @@ class Steps:
             (method, codec): Agents(
                 model=model, pool=pools[codec or FULL], question=question, n=1, method=method
             )
-            for method, codec in (*shared, *OTHERS)
+            for method, codec in (*shared, *OTHERS, *(NATIVE if native.is_on() else ()))
         }
         return cls(lanes=lanes, max_cache_gb=max_cache_gb)
 
@@ -70,7 +73,7 @@ class Steps:
         for metric, lane in COMPARED.items():
             for codec in (c for m, c in times_ms if m == "shared-pool" and lane in times_ms):
                 pool, other = times_ms["shared-pool", codec], times_ms[lane]
-                faster = ratio(pool, other) if lane == FLOOR else ratio(other, pool)
+                faster = ratio(pool, other) if metric.startswith("over") else ratio(other, pool)
                 dims = dict(at) | {"n_agents": n, "method": "shared-pool", "codec": codec}
                 rows.append(row("speedup", metric, faster, "x", dims))
         for lane, agents in every.items():
