@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import polykv_lib as pk
-from polykv_lib.attend import attend, attend_pieces, attend_plain
-from polykv_lib.attend import pieces as pieces_module
-from polykv_lib.attend.pieces import fold, unfold
+from polykv_lib.attend import attend, attend_pieces, attend_plain, blocks
+from polykv_lib.attend.blocks import fold, unfold
 from polykv_lib.hf.observe import observe
 from polykv_lib.kv import LayerKV
 from polykv_lib.pool import freeze
@@ -94,7 +93,7 @@ def test_the_fast_suffix_is_the_equation(queries, masked):
 @pytest.mark.parametrize("block", [7, 128, 2048])
 @pytest.mark.parametrize("codecs", CODECS.values(), ids=CODECS)
 def test_a_layer_of_pieces_is_dense_attention_in_double_precision(monkeypatch, codecs, block):
-    monkeypatch.setattr(pieces_module, "BLOCK", block)
+    monkeypatch.setattr(blocks, "BLOCK", block)
     pool = frozen(draw(1, 2, 300, 64), draw(1, 2, 300, 64, seed=1), codecs)
     q = draw(3, 6, 2, 64, seed=2)
     k, v = (x.double().repeat_interleave(3, 1) for x in pool.read(0))
@@ -107,7 +106,7 @@ def test_a_layer_of_pieces_is_dense_attention_in_double_precision(monkeypatch, c
 @pytest.mark.parametrize("codecs", CODECS.values(), ids=CODECS)
 def test_heads_of_different_lengths_are_each_attended_alone(monkeypatch, codecs):
     """Three heads, two of them equally long and no neighbours; blocks end inside the longest."""
-    monkeypatch.setattr(pieces_module, "BLOCK", 128)
+    monkeypatch.setattr(blocks, "BLOCK", 128)
     keys, values = draw(1, 3, 300, 64), draw(1, 3, 300, 64, seed=1)
     kept = [torch.arange(50), torch.arange(0, 300, 2), torch.arange(10, 60)]
     pieces = frozen(keys, values, codecs, n_sink=0, kept=kept).layers[0]

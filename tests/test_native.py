@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from polykv_lib import native as compiled
 from polykv_lib import presets
-from polykv_lib.attend import SharedLayer, attend, attend_pieces, native, row_mask
+from polykv_lib.attend import SharedLayer, attend, attend_pieces, native, prepared, row_mask
 from polykv_lib.kv import LayerKV
 from polykv_lib.pool import freeze, load
 from polykv_lib.quantize import Affine, FullPrecision, Int8, TurboQuant
@@ -47,7 +47,7 @@ def both(monkeypatch, pool, q, own=None):
     call = native.attend
     with monkeypatch.context() as patch:
         patch.setattr(native, "attend", lambda *args: used.append(1) or call(*args))
-        patch.setattr(native, "_is_faster", lambda *args: True)
+        patch.setattr(prepared, "_is_faster", lambda *args: True)
         for switch in ("1", "0"):
             patch.setenv("POLYKV_NATIVE", switch)
             found.append(attend_pieces(q, pool.layers[0], heads, q.shape[-1] ** -0.5, own))
@@ -167,16 +167,16 @@ def test_queries_that_are_no_numbers_give_none_and_leave_the_others_alone(monkey
 def test_what_it_cannot_read_is_left_to_torch(keys, values, dim):
     layer = LayerKV(keys=draw(1, 2, 70, dim), values=draw(1, 2, 70, dim, seed=1))
     [pieces] = freeze([layer], keys=keys, values=values, n_sink=0).layers
-    assert native.prepared(pieces, 2, dim, torch.float32) is None
-    assert native.prepared(pool_of(70).layers[0], 2, 64, torch.float64) is None
+    assert prepared.Prepared.of(pieces, 2, dim, torch.float32) is None
+    assert prepared.Prepared.of(pool_of(70).layers[0], 2, 64, torch.float64) is None
 
 
 @pytest.mark.usefixtures("instructions")
 def test_packed_keys_of_full_precision_queries_want_amx():
     pieces = pool_of(70, codec="lean").layers[0]
-    used = native.prepared(pieces, 2, 64, torch.float32) is not None
+    used = prepared.Prepared.of(pieces, 2, 64, torch.float32) is not None
     assert used == (native.status() == "on: AMX")
-    assert native.prepared(pieces, 2, 64, torch.bfloat16) is not None
+    assert prepared.Prepared.of(pieces, 2, 64, torch.bfloat16) is not None
 
 
 @needs_kernel
@@ -188,14 +188,14 @@ def test_tensors_that_do_not_fit_are_refused(wrong):
     data = replace(piece.values.data, **wrong)
     piece = replace(piece, values=replace(piece.values, data=data))
     with pytest.raises(ValueError, match="native attention wants a contiguous"):
-        native.Prepared([piece], 2, 64, torch.float32)
+        prepared.Prepared([piece], 2, 64, torch.float32)
 
 
 def steps(monkeypatch, shared, q, keys, values, mask):
     """A decode step in one call, and by its parts in torch."""
     scale = q.shape[-1] ** -0.5
     with monkeypatch.context() as patch:
-        patch.setattr(native, "_is_faster", lambda *args: True)
+        patch.setattr(prepared, "_is_faster", lambda *args: True)
         out = shared.step(q, keys, values, scale, mask)
         patch.setenv("POLYKV_NATIVE", "0")
         assert shared.step(q, keys, values, scale, mask) is None

@@ -6,7 +6,7 @@ arXiv:2402.05099).
 """
 
 from polykv_lib.attend.dense import RowMask, attend, attend_plain, row_mask
-from polykv_lib.attend.pieces import SharedLayer, attend_pieces
+from polykv_lib.attend.layer import SharedLayer, attend_pieces
 from polykv_lib.attend.stored import Piece, Stored
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from polykv_lib.attend.dense import attend_plain
+from polykv_lib.attend.dense import LN2, attend_plain
 from polykv_lib.attend.stored import Piece
 from polykv_lib.kv import Rows
 
@@ -22,7 +22,6 @@ CHUNKS = 8  # thread blocks a KV head
 SPAN = 16_384  # tokens decoded at a time: bounds the scratch whatever the document's length
 FEW = 256  # tokens of the shortest chunk, and of the shortest piece that is worth a kernel
 TOLERANCE = 5e-3  # of the self-test: half precision keeps 11 bits
-LN2 = math.log(2)
 
 Dense = Float[Tensor, "head token dim"]
 Partial = tuple[Rows, Float[Tensor, "head row"]]  # output and lse in base 2

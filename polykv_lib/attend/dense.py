@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+LN2: Final = math.log(2)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ against the plain equation. Without it torch computes the same; `status` says wh
 """
 
 import ctypes
-import math
-from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
@@ -17,64 +15,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from polykv_lib import native
-from polykv_lib.attend.dense import attend_plain
-from polykv_lib.attend.stored import Codes, Piece
+from polykv_lib.attend.dense import LN2, attend_plain
+from polykv_lib.attend.prepared import DTYPES, Prepared
+from polykv_lib.attend.stored import Codes
 
-# Digits of a query and terms of a weight, at least as fine as the dtype itself.
-PRECISION: Final = {torch.bfloat16: (2, 1), torch.float16: (3, 2), torch.float32: (3, 2)}
-DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as layer.c calls them
-DIMS: Final = (64, 128, 192, 256)
-FEW: Final = 64  # tokens in full precision: more are torch's
-LN2: Final = math.log(2)
 ERROR: Final = 1e-5  # of the check at the start, which uses the finest
-
-
-class _Packed(ctypes.Structure):
-    """`Packed` of task.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("words", "tops", "norms", "unit", "levels")),
-        *((name, ctypes.c_int64) for name in ("bits", "norm_bytes")),
-    ]  # fmt: skip
-
-
-class _Waves(ctypes.Structure):
-    """`Waves` of task.h."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "lines")]
-
-
-class _Task(ctypes.Structure):
-    """`Task` of task.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "keys")),
-        *((name, _Packed) for name in ("packed_keys", "values")),
-        ("waves", _Waves),
-        *((name, ctypes.c_void_p) for name in ("out", "lse")),
-        *((name, ctypes.c_int64) for name in (
-            "heads", "rows", "tokens", "dim", "digits", "terms", "threads",
-        )),
-    ]  # fmt: skip
-
-
-class _Few(ctypes.Structure):
-    """`Few` of layer.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *((name, ctypes.c_int64) for name in ("tokens", "head", "key", "value", "dtype")),
-    ]  # fmt: skip
-
-
-class _Piece(ctypes.Structure):
-    """`Piece` of layer.c."""
-
-    _fields_ = [
-        ("task", _Task),
-        ("few", _Few),
-        *((name, ctypes.c_void_p) for name in ("scale", "to", "back", "heads")),
-    ]  # fmt: skip
 
 
 class _Layer(ctypes.Structure):
@@ -111,128 +56,6 @@ def status() -> str:
 def is_on() -> bool:
     """Whether the kernel is used."""
     return status().startswith("on")
-
-
-class Prepared:
-    """The pieces of a layer as the kernel is told of them, and what their addresses point to."""
-
-    def __init__(self, pieces: Sequence[Piece], n_heads: int, dim: int, dtype: torch.dtype):
-        """For queries of `dtype`; all pieces are `readable`."""
-        self.n_heads, self.dim, self.dtype = n_heads, dim, dtype
-        self.held: list[Any] = []
-        self.pieces = (_Piece * len(pieces))(*(self._piece(piece) for piece in pieces))
-
-    def _piece(self, piece: Piece) -> _Piece:
-        heads = self.n_heads if piece.heads is None else len(piece.heads)
-        digits, terms = PRECISION[self.dtype]
-        shape = heads, piece.n_tokens, self.dim
-        made = _Piece(task=_Task(
-            heads=heads, tokens=piece.n_tokens, dim=self.dim, digits=digits, terms=terms,
-        ))  # fmt: skip
-        if piece.heads is not None:
-            made.heads = self._address(torch.tensor(piece.heads), torch.int64, heads)
-        keys, values = piece.keys.codes(), piece.values.codes()
-        assert keys is not None
-        assert values is not None
-        if keys.planes[0].is_floating_point():
-            made.few = self._few(keys, values, shape)
-            return made
-        if keys.levels is None:
-            assert keys.scale is not None
-            scale = keys.scale.expand(heads, 1, self.dim).contiguous()
-            made.scale = self._address(scale, torch.float32, heads, 1, self.dim)
-            made.task.keys = self._address(keys.planes[0], torch.int8, *shape)
-        else:
-            made.to = self._matrix(keys.rotation)
-            made.task.packed_keys = self._packed(keys, shape)
-        if keys.harmonics is not None:
-            made.task.waves.lines = self._address(
-                keys.harmonics, torch.float32, heads, 3, self.dim // 2
-            )
-        assert values.rotation is not None
-        made.back = self._matrix(values.rotation.mT.contiguous())
-        made.task.values = self._packed(values, shape)
-        return made
-
-    def _few(self, keys: Codes, values: Codes, shape: tuple[int, int, int]) -> _Few:
-        _, tokens, dim = shape
-        dtype = keys.planes[0].dtype
-        return _Few(
-            keys=self._address(keys.planes[0], dtype, *shape),
-            values=self._address(values.planes[0], dtype, *shape),
-            tokens=tokens, head=tokens * dim, key=dim, value=dim, dtype=DTYPES[dtype],
-        )  # fmt: skip
-
-    def _packed(self, codes: Codes, shape: tuple[int, int, int]) -> _Packed:
-        heads, tokens, dim = shape
-        assert codes.levels is not None
-        assert codes.norms is not None
-        bits = len(codes.levels).bit_length() - 1
-        words, *tops = codes.planes
-        n_bytes = dim * (2 if bits == 3 else bits) // 8
-        norms = torch.uint8 if codes.norms.dtype == torch.uint8 else torch.float16
-        unit = torch.Size([2] if norms == torch.uint8 else [])
-        return _Packed(
-            words=self._address(words, torch.uint8, heads, tokens, n_bytes),
-            tops=self._address(tops[0], torch.uint8, heads, tokens, dim // 8) if tops else None,
-            norms=self._address(codes.norms, norms, heads, tokens),
-            unit=self._address(codes.unit, torch.float32, *unit),
-            levels=self._address(codes.levels, torch.float32, 2**bits),
-            bits=bits, norm_bytes=norms.itemsize,
-        )  # fmt: skip
-
-    def _matrix(self, basis: Tensor | None) -> int:
-        return self._address(basis, torch.float32, self.dim, self.dim)
-
-    def _address(self, x: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
-        """Where a tensor's numbers are, for as long as this object lives.
-
-        Raises:
-            ValueError: it is not what the kernel will read there.
-        """
-        if x is None or x.dtype != dtype or x.shape != shape or not x.is_contiguous():
-            found = None if x is None else f"{x.dtype} {list(x.shape)} of strides {x.stride()}"
-            raise ValueError(
-                f"native attention wants a contiguous {dtype} tensor {list(shape)}, got {found}."
-            )
-        self.held.append(x)
-        return x.data_ptr()
-
-
-def readable(piece: Piece, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel reads a piece for queries of a dtype.
-
-    That is int8 keys with a scale a tensor or channel, or TurboQuant keys with or without
-    harmonics, beside TurboQuant values, of every width; few tokens that are not quantised; on a
-    CPU, with head_dim 64, 128, 192 or 256.
-    """
-    keys, values = piece.keys.codes(), piece.values.codes()
-    if keys is None or values is None or dtype not in PRECISION or dim not in DIMS:
-        return False
-    planes = (*keys.planes, *values.planes)
-    if not all(plane.device.type == "cpu" and plane.is_contiguous() for plane in planes):
-        return False
-    if keys.planes[0].is_floating_point():
-        same = keys.planes[0].dtype == values.planes[0].dtype
-        return same and keys.planes[0].dtype in DTYPES and piece.n_tokens <= FEW
-    return values.levels is not None and values.harmonics is None and _is_faster(keys, dtype)
-
-
-def prepared(
-    pieces: Sequence[Piece], n_heads: int, dim: int, dtype: torch.dtype
-) -> Prepared | None:
-    """What the kernel needs to read a layer; None where it can not read all of its pieces."""
-    if dtype not in PRECISION or dim not in DIMS:
-        return None
-    held = [piece for piece in pieces if piece.n_tokens]
-    if not all(readable(piece, dim, dtype) for piece in held):
-        return None
-    return Prepared(held, n_heads, dim, dtype)
-
-
-def _is_faster(keys: Codes, dtype: torch.dtype) -> bool:
-    """Packed keys with queries of three terms are up to nine products, too many without AMX."""
-    return keys.levels is None or dtype == torch.bfloat16 or native.instructions() == "AMX"
 
 
 def attend(
@@ -321,7 +144,7 @@ def _is_right() -> bool:
         heads=None, n_tokens=300, keys=SimpleNamespace(codes=lambda: stored_keys),
         values=SimpleNamespace(codes=lambda: stored_values),
     )  # fmt: skip
-    layer = Prepared([piece], 2, 64, torch.float32)  # type: ignore[list-item]
+    layer = Prepared([piece], 2, 64, torch.float32)
     found = step(layer, q, own_keys, own_values, 1 / 8, None)
     document = keys / 256, levels[codes] * norms[..., None].float()
     k, v = (

@@ -30,23 +30,22 @@ def layer_nbytes(
     Codes, scales, norms, sinks and positions, of a layer that `freeze` cuts into pieces; what is
     not quantised is held in bf16.
     """
-    full = FullPrecision()
+    full: Quantizer = FullPrecision()
     n_sinks_kept = 0 if keys == values == full else min(n_sink, n_kept)
-    pieces = [(n_sinks_kept, full, full)]
-    for start, stop, *codecs in tiers(keys, values, n_kept - n_sinks_kept):
-        pieces.append((stop - start, *codecs))
     evicted = n_kept < n_tokens
     ranked = isinstance(keys, Tiered) or isinstance(values, Tiered)
+    pieces = [(n_sinks_kept, full, full, evicted)]
+    for start, stop, key, value in tiers(keys, values, n_kept - n_sinks_kept):
+        pieces.append((stop - start, key, value, evicted or ranked))
     total = 0
-    for i, (n, *codecs) in enumerate(pieces):
+    for n, key, value, noted in pieces:
         if n:
-            total += sum(_codec_nbytes(codec, n_heads, n, head_dim) for codec in codecs)
-            if evicted or (ranked and i > 0):
-                total += n_heads * positions_nbytes(n, n_tokens)
+            total += sum(_codec_nbytes(codec, n_heads, n, head_dim) for codec in (key, value))
+            total += n_heads * positions_nbytes(n, n_tokens) if noted else 0
     return total
 
 
-def _codec_nbytes(codec: Quantizer, n_heads: int, n_tokens: int, head_dim: int) -> int:
+def _codec_nbytes(codec: Any, n_heads: int, n_tokens: int, head_dim: int) -> int:
     """Bytes of keys or values of some heads: every `step` further tokens take the same."""
     step = codec.group if isinstance(codec, Affine) and codec.axis == "token" else 1
     short = min(n_tokens, n_tokens % step + step)
@@ -55,7 +54,7 @@ def _codec_nbytes(codec: Quantizer, n_heads: int, n_tokens: int, head_dim: int) 
 
 
 @lru_cache(maxsize=10_000)
-def _encoded_nbytes(codec: Quantizer, n_heads: int, n_tokens: int, head_dim: int) -> int:
+def _encoded_nbytes(codec: Any, n_heads: int, n_tokens: int, head_dim: int) -> int:
     """Bytes of so many tokens, counted once they are encoded."""
     x = torch.zeros(n_heads, n_tokens, head_dim, dtype=torch.bfloat16)
     return encode(codec, x, torch.eye(head_dim).expand(n_heads, -1, -1)).nbytes

@@ -1,4 +1,4 @@
-"""Attention of all agents at once over a layer's pieces, decoded a block at a time."""
+"""Attention over a layer's pieces by torch, which decodes them a block at a time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from polykv_lib.attend import chunked, native
-from polykv_lib.attend.dense import RowMask
+from polykv_lib.attend import chunked
+from polykv_lib.attend.dense import LN2
 from polykv_lib.attend.stored import Piece
 from polykv_lib.kv import Rows
 
@@ -16,99 +16,20 @@ BLOCK = 2048  # tokens decoded at a time: bounds the scratch whatever the docume
 FEW = 64  # tokens by which a block may be longer, so that none is opened for them
 ALIGNED = 16  # numbers: rows of scores start at multiples of a cache line
 MAX_SCORES = 1 << 21  # scores held at a time: with many rows, blocks get shorter
-LN2 = math.log(2)
 
 Lse = Float[Tensor, "head row"]
 Span = tuple[Piece, int, int]  # tokens start..stop of a piece
 Partial = tuple[Tensor, Tensor]  # attention over some tokens: its output and lse, here in base 2
 
 
-class SharedLayer:
-    """One layer of a pool, as queries attend to it step by step."""
-
-    def __init__(self, pieces: Sequence[Piece], n_heads: int, by_torch: bool = False) -> None:
-        """Disjoint sets of tokens, of which heads may hold different numbers; KV heads.
-
-        `by_torch` leaves the native kernel out.
-        """
-        self.pieces, self.n_heads, self.by_torch = tuple(pieces), n_heads, by_torch
-        self._prepared: dict[tuple[int, torch.dtype], native.Prepared | None] = {}
-
-    def attend(
-        self,
-        q: Float[Tensor, "agent q_head query dim"],
-        scale: float,
-        own: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Float[Tensor, "agent q_head query dim"], Float[Tensor, "agent q_head query"]]:
-        """Softmax(q k^T scale) v for the queries of all agents at once.
-
-        Args:
-            q: queries; every one sees every token of the pieces.
-            scale: of the scores, usually head_dim ** -0.5.
-            own: out and lse of the queries over other tokens, such as each agent's own (`attend`);
-                the result is then attention over both.
-
-        Returns:
-            out and lse in fp32. Scores are fp32; weights meet values in q's dtype. On a GPU keys
-            and values are fp16 (`chunked.attend`), or fp32 for queries of fp32; `native.attend`
-            says how exact it is, where it is used.
-        """
-        layer = self._native(q)
-        found = native.attend(layer, q, scale) if layer is not None and self.pieces else None
-        if found is None:
-            return _attend_by_torch(q, self.pieces, self.n_heads, scale, own)
-        if own is None:
-            return found
-        out, lse = _merge(*((out, lse / LN2) for out, lse in (own, found)))
-        return out, lse * LN2
-
-    def step(
-        self,
-        q: Float[Tensor, "agent q_head query dim"],
-        keys: Float[Tensor, "agent head own dim"],
-        values: Float[Tensor, "agent head own dim"],
-        scale: float,
-        mask: RowMask | None,
-    ) -> Float[Tensor, "agent query q_head dim"] | None:
-        """Attention of a decode step over the agents' own tokens and the pieces, in q's dtype.
-
-        None where it is not one query an agent, or not the native kernel's to compute.
-        """
-        layer = self._native(q) if q.shape[2] == 1 else None
-        if layer is None:
-            return None
-        visible = None if mask is None else mask.visible
-        return native.step(layer, q, keys, values, scale, visible)
-
-    def _native(self, q: Tensor) -> native.Prepared | None:
-        """What the kernel is told of the pieces; None where torch reads them."""
-        if self.by_torch or q.device.type != "cpu" or not native.is_on():
-            return None
-        kind = q.shape[-1], q.dtype
-        if kind not in self._prepared:
-            self._prepared[kind] = native.prepared(self.pieces, self.n_heads, *kind)
-        return self._prepared[kind]
-
-
-def attend_pieces(
-    q: Float[Tensor, "agent q_head query dim"],
-    pieces: Sequence[Piece],
-    n_heads: int,
-    scale: float,
-    own: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Float[Tensor, "agent q_head query dim"], Float[Tensor, "agent q_head query"]]:
-    """`SharedLayer.attend`, once."""
-    return SharedLayer(pieces, n_heads).attend(q, scale, own)
-
-
-def _attend_by_torch(
+def attend_blocks(
     q: Float[Tensor, "agent q_head query dim"],
     pieces: Sequence[Piece],
     n_heads: int,
     scale: float,
     own: tuple[Tensor, Tensor] | None,
 ) -> tuple[Float[Tensor, "agent q_head query dim"], Float[Tensor, "agent q_head query"]]:
-    """The same from torch's operations alone."""
+    """`SharedLayer.attend` by torch's operations alone: pieces are decoded a block at a time."""
     agents, _, queries, _ = q.shape
     rows = fold(q, n_heads) * (scale / LN2)  # scores in base 2: torch's exp2 is 3x faster than exp
     whole = [piece for piece in pieces if piece.heads is None]
@@ -141,7 +62,7 @@ def _attend_together(
         if found is None:
             rest.append(piece)
         else:
-            partial = found if partial is None else _merge(partial, found)
+            partial = found if partial is None else merge_two(partial, found)
     for block in _blocks(rest, step):
         partial = _attend_block(rows, block, dtype, partial)
     if partial is None:
@@ -149,7 +70,7 @@ def _attend_together(
     return partial
 
 
-def _merge(one: Partial, other: Partial) -> Partial:
+def merge_two(one: Partial, other: Partial) -> Partial:
     """Attention over the tokens of both; only `one` may be over none."""
     lse = torch.logaddexp2(one[1], other[1])
     return torch.lerp(one[0], other[0], (other[1] - lse).exp2_()[..., None]), lse
