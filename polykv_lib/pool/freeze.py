@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from polykv_lib.kv import Geometry, KeptTokens, LayerKV
@@ -175,6 +175,14 @@ def pieces_of(
                 yield _piece(layer, heads if len(heads) < n_heads else None, chosen, noted, *codecs)
 
 
+def _taken(
+    x: Float[Tensor, "head token dim"], positions: Int[Tensor, "head kept"]
+) -> Float[Tensor, "head kept dim"]:
+    """Each head's own tokens; whole rows, which is several times faster than `gather`."""
+    heads = zip(x, positions, strict=True)
+    return torch.stack([own.index_select(0, places) for own, places in heads])
+
+
 def _piece(
     layer: LayerKV,
     heads: Sequence[int] | None,
@@ -187,8 +195,7 @@ def _piece(
     own = slice(None) if heads is None else list(heads)
     keys, values = layer.keys[0, own], layer.values[0, own]
     if noted:
-        index = positions[..., None].expand(-1, -1, keys.shape[-1])
-        keys, values = keys.gather(1, index), values.gather(1, index)
+        keys, values = _taken(keys, positions), _taken(values, positions)
     else:
         first, n = int(positions[0, 0]), positions.shape[1]
         keys, values = keys[:, first : first + n], values[:, first : first + n]

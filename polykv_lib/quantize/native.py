@@ -5,11 +5,12 @@ for the last bit of a rotated number, which may move a number on an edge to the 
 """
 
 import ctypes
+import math
 from functools import cache
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Int8, UInt8
 from torch import Tensor
 
 from polykv_lib import native
@@ -37,6 +38,17 @@ class _Channels(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Shaped(ctypes.Structure):
+    """`Shaped` of encode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "x", "feed", "moments", "edges", "levels", "codes", "fit",
+        )),
+        *((name, ctypes.c_int64) for name in ("heads", "tokens", "dim", "bits", "threads")),
+    ]  # fmt: skip
+
+
 def turbo(
     x: Float[Tensor, "*batch token dim"],
     rotation: Float[Tensor, "dim dim"],
@@ -52,6 +64,18 @@ def turbo(
         return None
     planes, length = _turbo((x.float() @ rotation).contiguous(), bits, matched)
     return (planes, length) if length.isfinite().all() else None
+
+
+def shaped(
+    x: Float[Tensor, "*batch token dim"],
+    feed: Float[Tensor, "*batch dim dim"],
+    moments: Float[Tensor, "*batch dim dim"],
+    bits: int,
+) -> tuple[UInt8[Tensor, "*batch token dim"], Float[Tensor, "*batch token"]] | None:
+    """What `shaping.shaped_codes` returns; None: torch's to do."""
+    if not _takes(x) or x.shape[-1] not in DIMS:
+        return None
+    return _shaped(x.contiguous(), feed.contiguous(), moments.contiguous(), bits)
 
 
 def rounded(
@@ -97,6 +121,21 @@ def _channels(x: Tensor, scale: Tensor, codes: Tensor | None) -> _Channels:
     )  # fmt: skip
 
 
+def _shaped(x: Tensor, feed: Tensor, moments: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    *batch, tokens, dim = x.shape
+    codes, fit = torch.empty(x.shape, dtype=torch.uint8), torch.empty(*batch, tokens)
+    edges, levels = _edges(bits), stored_levels(bits)
+    task = _Shaped(
+        x=x.data_ptr(), feed=feed.data_ptr(), moments=moments.data_ptr(),
+        edges=edges.data_ptr(), levels=levels.data_ptr(),
+        codes=codes.data_ptr(), fit=fit.data_ptr(),
+        heads=math.prod(batch), tokens=tokens, dim=dim, bits=bits,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    native.functions().polykv_shape(ctypes.byref(task))
+    return codes, fit
+
+
 def _turbo(y: Tensor, bits: int, matched: bool) -> tuple[Planes, Tensor]:
     *batch, dim = y.shape
     words = torch.empty(*batch, dim * (2 if bits == 3 else bits) // 8, dtype=torch.uint8)
@@ -127,14 +166,20 @@ def _is_right() -> bool:
     functions: Any = native.functions()
     if isinstance(functions, str):
         return False
-    for name in ("polykv_encode", "polykv_largest", "polykv_round"):
+    for name in ("polykv_encode", "polykv_largest", "polykv_round", "polykv_shape"):
         getattr(functions, name).restype = None
     y = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     z = y / y.norm(dim=-1, keepdim=True) * 8
     for bits in (1, 2, 3, 4):
         planes, length = _turbo(y, bits, False)
-        same = map(torch.equal, planes, pack(nearest_code(z, bits), bits))
+        codes = nearest_code(z, bits)
+        same = map(torch.equal, planes, pack(codes, bits))
         if not all(same) or not torch.allclose(length, y.norm(dim=-1) / 8):
+            return False
+        alike, fit = _shaped(z, *torch.eye(64).expand(2, 64, 64), bits)  # nothing to feed
+        levels = stored_levels(bits)[codes.long()]
+        best = (levels * z).sum(-1) / levels.square().sum(-1)
+        if not torch.equal(alike, codes) or not torch.allclose(fit, best):
             return False
     top = y.abs().amax(0, keepdim=True)
     codes = (y / (top / 127)).round().to(torch.int8)

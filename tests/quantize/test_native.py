@@ -7,6 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from polykv_lib.quantize import Int8, TurboQuant, native
+from polykv_lib.quantize.codebooks import nearest_code
+from polykv_lib.quantize.shaping import second_moments, shaped_codes, weighted
 
 pytestmark = pytest.mark.skipif(not native._works(), reason="no compiler, or no AVX-512")
 
@@ -94,6 +96,29 @@ def test_numbers_that_are_none_are_refused_as_ever(codec, wrong):
     x[1, 3, 7] = wrong
     with pytest.raises(ValueError, match="infinite or NaN"):
         codec.quantize(x)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 64), (16, 64), (333, 64), (50, 128), (40, 256)])
+def test_shaped_codes(monkeypatch, bits, tokens, dim):
+    source = torch.Generator().manual_seed(0)
+    x, queries = (torch.randn(2, n, dim, generator=source) for n in (tokens, 3 * dim))
+    basis = torch.linalg.qr(queries[:, :dim])[0]
+    seen = (queries * 0.97 ** torch.arange(dim) @ basis)[None]
+    m = weighted(second_moments(seen, 2), torch.eye(dim))[0]
+    called = []
+    with monkeypatch.context() as patch:
+        own = native.shaped
+        patch.setattr(native, "shaped", lambda *a: called.append(own(*a) is not None) or own(*a))
+        patch.setenv("POLYKV_NATIVE", "1")
+        codes, fit = shaped_codes(x, m, bits)
+        patch.setenv("POLYKV_NATIVE", "0")
+        wanted, best = shaped_codes(x, m, bits)
+    assert called == [True, False]
+    same = (codes == wanted).all(-1)
+    assert same.float().mean() > 0.99, "but for numbers on an edge, and what they are fed to"
+    assert_close(fit[same], best[same])
+    assert (nearest_code(x, bits) != codes).float().mean() > 0.01, "the moments do nothing"
 
 
 def test_functions_that_err_are_not_used(monkeypatch):

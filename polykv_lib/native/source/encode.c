@@ -1,5 +1,5 @@
 // Vectors -> codes and what multiplies them, without numbers in between that memory would hold.
-#include "task.h"
+#include "codes.h"
 
 enum { MAX_LEVELS = 16 };
 
@@ -75,6 +75,67 @@ void polykv_encode(const Vectors *a) {
     }
     pack(code, dim, a->bits, a->words + r * wide, a->tops + (a->bits == 3 ? r * narrow : 0));
     a->length[r] = norm > 0 && norm < 1e-30 ? NAN : norm / sqrt(a->matched ? _mm512_reduce_add_ps(square) : (double)dim);
+  }
+}
+
+typedef struct {
+  const float *x;              // [head, token, dim]: vectors whose levels are looked for
+  const float *feed, *moments; // [head, dim, dim]: L with M = L D L^T, and M
+  const float *edges, *levels; // [2^bits - 1], [2^bits], ascending
+  uint8_t *codes;              // as x
+  float *fit;                  // [head, token]
+  int64_t heads, tokens, dim, bits, threads;  // dim: 64, 128, 192 or 256
+} Shaped;
+
+// Noise shaping (quantize/shaping.py) of up to 16 tokens, side by side: codes, and what fits their
+// levels to x best. x: [dim][16].
+static void shape(const Shaped *a, int64_t head, const __m512 *x, uint8_t code[][16], float *fit) {
+  const int64_t dim = a->dim, n = (1 << a->bits) - 1;
+  const float *feed = a->feed + head * dim * dim, *moments = a->moments + head * dim * dim;
+  float table[MAX_LEVELS] = {0};
+  memcpy(table, a->levels, 4 * (n + 1));
+  const __m512 levels = _mm512_loadu_ps(table);
+  __m512 aim[MAX_DIM], level[MAX_DIM], along = _mm512_setzero_ps(), own = along;
+  memcpy(aim, x, sizeof aim[0] * dim);
+  for (int64_t j = dim - 1; j >= 0; j--) {
+    __m512i c = _mm512_setzero_si512();
+    for (int64_t e = 0; e < n; e++) {
+      const __mmask16 above = _mm512_cmp_ps_mask(aim[j], _mm512_set1_ps(a->edges[e]), _CMP_GT_OQ);
+      c = _mm512_mask_add_epi32(c, above, c, _mm512_set1_epi32(1));
+    }
+    _mm_storeu_si128((__m128i *)code[j], _mm512_cvtepi32_epi8(c));
+    level[j] = _mm512_permutexvar_ps(c, levels);
+    const __m512 error = _mm512_sub_ps(x[j], level[j]);
+    for (int64_t i = 0; i < j; i++)
+      aim[i] = _mm512_fmadd_ps(_mm512_set1_ps(feed[j * dim + i]), error, aim[i]);
+  }
+  for (int64_t j = 0; j < dim; j++) {
+    __m512 seen[4] = {{0}};  // four sums: one would wait for itself
+    for (int64_t i = 0; i < dim; i++)
+      seen[i % 4] = _mm512_fmadd_ps(_mm512_set1_ps(moments[j * dim + i]), level[i], seen[i % 4]);
+    seen[0] = _mm512_add_ps(_mm512_add_ps(seen[0], seen[1]), _mm512_add_ps(seen[2], seen[3]));
+    along = _mm512_fmadd_ps(seen[0], x[j], along);
+    own = _mm512_fmadd_ps(seen[0], level[j], own);
+  }
+  _mm512_storeu_ps(fit, _mm512_max_ps(_mm512_div_ps(along, own), _mm512_setzero_ps()));
+}
+
+void polykv_shape(const Shaped *a) {
+  const int64_t groups = (a->tokens + 15) / 16, dim = a->dim;
+#pragma omp parallel for schedule(static) num_threads(a->threads)
+  for (int64_t g = 0; g < a->heads * groups; g++) {
+    const int64_t head = g / groups, first = head * a->tokens + g % groups * 16;
+    const int64_t left = a->tokens - g % groups * 16, n = left < 16 ? left : 16;
+    float short_one[16 * MAX_DIM], fit[16];
+    uint8_t code[MAX_DIM][16];
+    __m512 x[MAX_DIM];
+    const float *from = a->x + first * dim;
+    if (n < 16) from = memcpy(memset(short_one, 0, sizeof short_one), from, 4 * n * dim);
+    for (int64_t d = 0; d < dim; d += 16) transpose(from + d, 4 * dim, 0, x + d);
+    shape(a, head, x, code, fit);
+    memcpy(a->fit + first, fit, 4 * n);
+    for (int64_t t = 0; t < n; t++)
+      for (int64_t d = 0; d < dim; d++) a->codes[(first + t) * dim + d] = code[d][t];
   }
 }
 
