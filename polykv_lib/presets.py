@@ -11,7 +11,7 @@ from typing import Final
 
 from polykv_lib.evict import Plan
 from polykv_lib.kv import Geometry
-from polykv_lib.pool import Side, Tiered
+from polykv_lib.pool import Side, Tiered, shared_sinks
 from polykv_lib.quantize import (
     Affine,
     FullPrecision,
@@ -145,13 +145,7 @@ def of_plan(plan: Plan) -> tuple[list[Side], list[Side], int]:
         ValueError: an unknown codec, or codecs that disagree about the sinks.
     """
     chosen = [codec(layer.codec or "full") for layer in plan.layers]
-    sinks = {own.n_sink for own in chosen if not own.keys == own.values == FullPrecision()}
-    if len(sinks) > 1:
-        raise ValueError(
-            f"the plan's codecs leave {sorted(sinks)} first tokens in full precision; a pool "
-            "leaves one number of them. Choose codecs that agree."
-        )
-    return [own.keys for own in chosen], [own.values for own in chosen], max(sinks, default=0)
+    return [own.keys for own in chosen], [own.values for own in chosen], shared_sinks(chosen)
 
 
 def geometry(name: str) -> Geometry:

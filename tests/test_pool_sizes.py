@@ -13,7 +13,7 @@ from polykv_lib.pool import SIZE_OF_ID, Tiered, freeze, layer_nbytes
 SIDES = [f"{k}+{v}" for k, v in zip_longest(presets.KEYS, presets.VALUES, fillvalue="tq3")]
 
 
-@pytest.mark.parametrize("codec", [*SIDES, "full", "paper", "int8", "q8-0", "kivi4", "tiered"])
+@pytest.mark.parametrize("codec", [*SIDES, *presets.CODECS])
 @pytest.mark.parametrize("n_kept", [1, 4, 5, 69, 129, 130])
 def test_sizes_are_those_of_the_pool(codec: str, n_kept: int) -> None:
     torch.manual_seed(0)

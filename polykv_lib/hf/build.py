@@ -58,14 +58,15 @@ def build_pool(
         for codec in codecs if isinstance(codecs, list | tuple) else (codecs,):
             if not isinstance(codec, Tiered):
                 check_codec(codec, name)
-    kept = None
-    if plan is None:
-        layers = read_document(model, document_ids)
-    elif any(layer.codec for layer in plan.layers) and not isinstance(keys, list | tuple):
+    named = plan is not None and any(layer.codec for layer in plan.layers)
+    if named and not isinstance(keys, list | tuple):
         raise ValueError(
             "the plan names each layer's codec, but one codec is given for all; pass what "
             "polykv_lib.presets.of_plan(plan) returns: keys, values and n_sink."
         )
+    kept = None
+    if plan is None:
+        layers = read_document(model, document_ids)
     else:
         layers, [kept] = evict_document(model, document_ids, [plan])
     return share(

@@ -27,7 +27,7 @@ def check_document(model: PreTrainedModel, ids: Tensor) -> None:
         raise ValueError(
             f"document_ids are a {type(ids).__name__}; pass token ids as an int64 tensor [1, T]."
         )
-    if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2 or ids.shape[0] != 1:
+    if not _are_ids(ids) or ids.shape[0] != 1:
         raise ValueError(
             f"document_ids are {ids.dtype} of shape {list(ids.shape)}; pass token ids as int64 "
             "[1, T], one document a pool."
@@ -43,10 +43,13 @@ def check_document(model: PreTrainedModel, ids: Tensor) -> None:
     check_length(model, ids.shape[1], "the document")
 
 
+def _are_ids(x: Tensor) -> bool:
+    return x.dtype in (torch.int64, torch.int32) and x.dim() == 2
+
+
 def check_ids(ids: object) -> None:
     """Refuse what is no row of token ids."""
-    whole = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32)
-    if not isinstance(ids, Tensor) or not whole or ids.dim() != 2 or not ids.numel():
+    if not isinstance(ids, Tensor) or not _are_ids(ids) or not ids.numel():
         found = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
         raise ValueError(f"ids are {found}; pass token ids as an int64 tensor [rows, T].")
 

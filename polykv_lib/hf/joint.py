@@ -12,8 +12,7 @@ from polykv_lib.hf.calibration import CANDIDATES, measure, points_for
 from polykv_lib.hf.footprint import geometry_of
 from polykv_lib.hf.items import items_of
 from polykv_lib.hf.stored_alone import codec_kl
-from polykv_lib.pool import layers_nbytes, sizes_of
-from polykv_lib.quantize import FullPrecision
+from polykv_lib.pool import layers_nbytes, shared_sinks, sizes_of
 
 
 def calibrate_joint(
@@ -55,12 +54,7 @@ def calibrate_joint(
         raise ValueError(f"share={share!r} of one bf16 copy; pass a number between 0 and 1.")
     if not codecs:
         raise ValueError("no codec to choose from; pass at least one, by its name.")
-    sinks = {own.n_sink for own in codecs.values() if not own.keys == own.values == FullPrecision()}
-    if len(sinks) > 1:
-        raise ValueError(
-            f"the codecs leave {sorted(sinks)} first tokens in full precision; a pool leaves one "
-            "number of them. Choose codecs that agree."
-        )
+    shared_sinks(codecs.values())
     items, geometry = items_of(tokenizer, texts), geometry_of(model.config)
     length = round(fmean(len(i.context_ids) for i in items)) if n_tokens is None else n_tokens
     measured = measure(

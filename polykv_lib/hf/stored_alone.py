@@ -16,10 +16,9 @@ from polykv_lib.hf.resumed import FullLayer
 from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.kv import LayerKV, stacked
 from polykv_lib.metrics.agreement import kl_nats
-from polykv_lib.pool import Side
+from polykv_lib.pool import Side, is_lossless
 from polykv_lib.pool.freeze import pieces_of
 from polykv_lib.pool.pieces import dense
-from polykv_lib.quantize import FullPrecision
 
 
 def read_back(layer: LayerKV, keys: Side, values: Side, n_sink: int) -> LayerKV:
@@ -68,7 +67,7 @@ def codec_kl(
         codecs: by name, such as those of `presets`; a lossless one costs 0 and takes no pass.
         say: told after each item.
     """
-    lossy = {n: c for n, c in codecs.items() if not c.keys == c.values == FullPrecision()}
+    lossy = {n: c for n, c in codecs.items() if not is_lossless(c.keys, c.values)}
     if not lossy:
         n_layers = model.config.get_text_config().num_hidden_layers
         return {name: np.zeros(n_layers) for name in codecs}

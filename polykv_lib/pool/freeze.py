@@ -10,7 +10,7 @@ from torch import Tensor
 from polykv_lib.kv import Geometry, KeptTokens, LayerKV
 from polykv_lib.pool.pieces import Piece, PoolError, Stored, located
 from polykv_lib.pool.shared import CacheFactory, SharedKVPool
-from polykv_lib.pool.tiered import Side, Tiered, tiers
+from polykv_lib.pool.tiered import Side, Tiered, is_lossless, tiers
 from polykv_lib.quantize import FullPrecision, Quantizer
 from polykv_lib.quantize.base import all_finite, encode
 
@@ -144,7 +144,7 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """A layer's tokens, cut into pieces: sinks, tiers of the rest, heads that keep equally many."""
     _, n_heads, n_tokens, _ = layer.keys.shape
-    if key_codec == value_codec == FullPrecision():
+    if is_lossless(key_codec, value_codec):
         n_sink = 0
     ranked = isinstance(key_codec, Tiered) or isinstance(value_codec, Tiered)
     if ranked and layer.attention is None:

@@ -8,7 +8,7 @@ import torch
 
 from polykv_lib.kv import Geometry
 from polykv_lib.pool.pieces import positions_nbytes
-from polykv_lib.pool.tiered import Side, Tiered, tiers
+from polykv_lib.pool.tiered import Side, Tiered, is_lossless, tiers
 from polykv_lib.quantize import Affine, FullPrecision, Quantizer
 from polykv_lib.quantize.base import encode
 
@@ -31,7 +31,7 @@ def layer_nbytes(
     not quantised is held in bf16.
     """
     full: Quantizer = FullPrecision()
-    n_sinks_kept = 0 if keys == values == full else min(n_sink, n_kept)
+    n_sinks_kept = 0 if is_lossless(keys, values) else min(n_sink, n_kept)
     evicted = n_kept < n_tokens
     ranked = isinstance(keys, Tiered) or isinstance(values, Tiered)
     pieces = [(n_sinks_kept, full, full, evicted)]

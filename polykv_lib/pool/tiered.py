@@ -6,12 +6,12 @@ token's importance: MiKV, arXiv:2402.18096; ZipCache, arXiv:2405.14256. Here key
 cut into tiers each for itself, and every tier is a piece of the pool with codecs of its own.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from polykv_lib.quantize import Quantizer, check_codec
+from polykv_lib.quantize import FullPrecision, Quantizer, check_codec
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,28 @@ def tiers(
     for start, stop in pairwise(sorted({0, *(end for side in sides for _, end in side)})):
         key, value = (next(codec for codec, end in side if start < end) for side in sides)
         yield start, stop, key, value
+
+
+def is_lossless(keys: Side, values: Side) -> bool:
+    """Whether a layer is stored as it is, so that no token needs protecting."""
+    return keys == values == FullPrecision()
+
+
+def shared_sinks(codecs: Iterable[Any]) -> int:
+    """The first tokens that a pool of these codecs leaves in full precision.
+
+    Each has `keys`, `values` and `n_sink`, such as those of `presets`.
+
+    Raises:
+        ValueError: they disagree.
+    """
+    sinks = {own.n_sink for own in codecs if not is_lossless(own.keys, own.values)}
+    if len(sinks) > 1:
+        raise ValueError(
+            f"the codecs leave {sorted(sinks)} first tokens in full precision; a pool leaves one "
+            "number of them. Choose codecs that agree."
+        )
+    return max(sinks, default=0)
 
 
 def _parts(codec: Side, n_tokens: int) -> list[tuple[Quantizer, int]]:

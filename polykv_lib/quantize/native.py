@@ -176,7 +176,7 @@ def _is_right() -> bool:
         same = map(torch.equal, planes, pack(codes, bits))
         if not all(same) or not torch.allclose(length, y.norm(dim=-1) / 8):
             return False
-        alike, fit = _shaped(z, *torch.eye(64).expand(2, 64, 64), bits)  # nothing to feed
+        alike, fit = _shaped(z, torch.eye(64), torch.eye(64), bits)  # nothing to feed
         levels = stored_levels(bits)[codes.long()]
         best = (levels * z).sum(-1) / levels.square().sum(-1)
         if not torch.equal(alike, codes) or not torch.allclose(fit, best):

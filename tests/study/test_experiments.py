@@ -8,6 +8,7 @@ import torch
 from polykv_lib import hf, presets
 from polykv_lib.kv import Geometry
 from polykv_lib.metrics.memory import dense_bytes
+from polykv_lib.pool import sizes_of
 from polykv_lib.study.experiments import (
     agent_fidelity,
     common,
@@ -17,7 +18,6 @@ from polykv_lib.study.experiments import (
     ppl_inversion,
 )
 from polykv_lib.study.experiments.excerpts import fixed_window, paper_excerpt, paper_length
-from polykv_lib.study.experiments.layouts import pool_bytes
 from polykv_lib.study.experiments.readers import readers
 from polykv_lib.study.record import Outcome, Row
 
@@ -164,14 +164,6 @@ def test_too_few_long_articles_are_refused(tiny: tuple[Any, Any]) -> None:
         common.documents(tiny[1], n_docs=9, min_tokens=100_000)
 
 
-@pytest.mark.parametrize("name", presets.CODECS)
-@pytest.mark.parametrize("n_tokens", [3, 37, 64])
-def test_computed_bytes_are_those_of_the_built_pool(name: str, n_tokens: int) -> None:
-    geometry = Geometry(n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=64)
-    built = memory_scaling.build(geometry, name, n_tokens, seed=0)
-    assert built.nbytes == pool_bytes(presets.codec(name), geometry, n_tokens)
-
-
 MEMORY = {
     "MODEL": "tiny",
     "SEED": 0,
@@ -210,7 +202,8 @@ def test_pools_are_built_where_they_fit_and_agree_with_the_formula(memory: Outco
     assert sizes == {("llama-3-8b", 64), ("llama-3-70b", 64)}
     for row in built:
         geometry = presets.geometry(str(row.dims["geometry"]))
-        assert row.value == pool_bytes(presets.codec(str(row.dims["codec"])), geometry, 64)
+        of_layer = sizes_of(presets.codec(str(row.dims["codec"])), 64, geometry.head_dim)
+        assert row.value == geometry.n_layers * of_layer(geometry.n_kv_heads, 64)
 
 
 def test_an_added_agent_costs_its_suffix_whatever_the_document(memory: Outcome) -> None:

@@ -15,7 +15,7 @@ from polykv_lib import hf
 from polykv_lib.kv import Geometry, LayerKV
 from polykv_lib.metrics.intervals import median_interval
 from polykv_lib.metrics.memory import dense_bytes
-from polykv_lib.pool import SharedKVPool, freeze
+from polykv_lib.pool import SharedKVPool, freeze, sizes_of
 from polykv_lib.presets import codec as codec_of
 from polykv_lib.presets import geometry as geometry_of
 from polykv_lib.study.experiments.common import (
@@ -29,7 +29,6 @@ from polykv_lib.study.experiments.common import (
     settings,
 )
 from polykv_lib.study.experiments.decoding import ANSWER_TOKENS, METHODS, Agents, step_ms
-from polykv_lib.study.experiments.layouts import pool_bytes
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks.agents import questions
 
@@ -94,7 +93,8 @@ def computed_rows(point: Settings) -> Iterator[Row]:
         geometry = geometry_of(name)
         shared = dense_bytes(geometry, n_tokens)
         without = dense_bytes(geometry, n_tokens, n_copies=n)
-        pool = pool_bytes(codec_of(codec), geometry, n_tokens)
+        of_layer = sizes_of(codec_of(codec), n_tokens, geometry.head_dim)
+        pool = geometry.n_layers * of_layer(geometry.n_kv_heads, n_tokens)
         dims = {
             "geometry": name,
             "context_tokens": n_tokens,
