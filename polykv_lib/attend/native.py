@@ -96,6 +96,7 @@ def step(
     task.keys, task.values, task.own = keys.data_ptr(), values.data_ptr(), keys.shape[2]
     task.key_strides, task.value_strides = keys.stride()[:3], values.stride()[:3]
     if visible is not None:
+        visible = visible[:, 0, 0].contiguous()
         task.visible = visible.data_ptr()
         task.visible_stride = visible.stride(0) if visible.shape[0] > 1 else 0
     return None if _kernel()(ctypes.byref(task)) else out
