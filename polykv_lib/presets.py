@@ -86,10 +86,6 @@ CODECS: Final[dict[str, Callable[[], Codec]]] = {
     "tiered": lambda: codec("shaped4-3+tq4-2"),
     # The fewest bits whose KL is at most that of `paper` on the half of the articles that selects.
     "slim": lambda: codec("shaped4-3-eighth+tq4-2-eighth"),
-    # Fewer bits, for layers that lose little by it.
-    "lean-3-2": lambda: codec("harmonic3+tq2"),
-    "lean-2-2": lambda: codec("harmonic2+tq2"),
-    "spare-3-2": lambda: codec("tq3+tq2"),
     # One change at a time.
     "k-only": lambda: Codec(keys=Int8("tensor"), values=FullPrecision()),
     "v-only": lambda: Codec(keys=FullPrecision(), values=TurboQuant(3, "plain")),

@@ -51,9 +51,6 @@ LOOKS = {
     "shaped": Look(label="shaped", colour="#7A4FBF", marker="4", line="-"),
     "tiered": Look(label="tiered", colour="#0B5FA5", marker="$T$", line="-"),
     "slim": Look(label="slim", colour="#0B5FA5", marker="$S$", line=":"),
-    "lean-3-2": Look(label="lean, 3 and 2 bits", colour="#228855", marker="2", line=":"),
-    "lean-2-2": Look(label="lean, 2 bits", colour="#66AA88", marker="3", line=":"),
-    "spare-3-2": Look(label="spare, 3 and 2 bits", colour="#CCAA77", marker="+", line=":"),
     "tq3-both": Look(label="3-bit keys and values", colour="#994411", marker="x", line="-."),
     "tq2-both": Look(label="2-bit keys and values", colour="#BB6633", marker="|", line="-."),
     "tq1-both": Look(label="1-bit keys and values", colour="#DD9966", marker="_", line="-."),
@@ -102,10 +99,6 @@ LOOKS = {
     "gain-curve, polykv": Look(
         label="gain x curve, polykv", colour="#AA3377", marker="<", line=":"
     ),
-    "gain-curve, compact": Look(
-        label="gain x curve, compact", colour="#0B8A8A", marker="*", line=":"
-    ),
-    "gain-curve, lean": Look(label="gain x curve, lean", colour="#228855", marker="^", line="-."),
     "gain-curve, shaped": Look(
         label="gain x curve, shaped", colour="#7A4FBF", marker="4", line=":"
     ),

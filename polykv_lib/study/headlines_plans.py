@@ -13,7 +13,7 @@ BYTES = 1 / 16  # of one bf16 copy
 AT_EQUAL_BYTES = {
     "codec alone": "codecs without eviction",
     "paper-b, ppl budgets": "cosine routing in bf16, budgets by perplexity",
-    "gain-curve, lean": "our plan with every layer in the lean codec",
+    "gain-curve, shaped": "our plan with every layer in the shaped codec",
     "gain-curve, tiered": "our plan with every layer in the tiered codec",
 }
 

@@ -226,7 +226,7 @@ def _budget(setting: dict[str, Any]) -> Iterator[Row]:
 
 def _joint() -> Iterator[Row]:
     setting: dict[str, Any] = {"model": MODEL, "suite": "offline", "question": "hidden"}
-    level = {"best single, full": 1.0, "gain-curve, lean": 0.05, "joint": 0.02, "codec alone": 0.1}
+    level = {"best single, full": 1.0, "gain-curve, shaped": 0.05, "joint": 0.02, "codec alone": 0.1}
     for share in (0.25, 0.0625):
         at = setting | {"bytes_share": share}
         for method, kl in level.items():
@@ -243,7 +243,7 @@ def _joint() -> Iterator[Row]:
         yield _row("joint_plan", "budget", 40, "tokens", kind="computed", layer=0, policy="H2O",
                    codec="lean", context_tokens=560, **at)  # fmt: skip
     for against in ("codec alone", "paper-b, ppl budgets", "best single, quantised",
-                    "gain-curve, full", "gain-curve, lean", "gain-curve, tiered"):  # fmt: skip
+                    "gain-curve, full", "gain-curve, shaped", "gain-curve, tiered"):  # fmt: skip
         yield _row("joint_wins", "points_won_pct", 100, "%", n=2, method="joint", against=against,
                    **setting)  # fmt: skip
 
