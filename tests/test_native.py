@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from polykv_lib import native as compiled
 from polykv_lib import presets
 from polykv_lib.attend import SharedLayer, attend, attend_pieces, native, prepared, row_mask
+from polykv_lib.attend.prepared import Prepared
 from polykv_lib.kv import LayerKV
 from polykv_lib.pool import freeze, load
 from polykv_lib.quantize import Affine, FullPrecision, Int8, TurboQuant
@@ -32,10 +33,11 @@ def turning(tokens, dim):
     return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
 
 
-def pool_of(tokens, dim=64, heads=2, codec="polykv"):
+def pool_of(tokens, dim=64, heads=2, codec="polykv", dtype=torch.float32):
     chosen = presets.codec(codec)
     keys = draw(1, heads, tokens, dim) + turning(tokens, dim)
-    layer = LayerKV(keys=keys, values=draw(1, heads, tokens, dim, seed=1))
+    values = draw(1, heads, tokens, dim, seed=1)
+    layer = LayerKV(keys=keys.to(dtype), values=values.to(dtype))
     return freeze([layer], keys=chosen.keys, values=chosen.values, n_sink=chosen.n_sink)
 
 
@@ -98,6 +100,21 @@ def test_it_is_the_plain_path(monkeypatch, codec, agents, queries, tokens, dim):
     half, _ = both(monkeypatch, pool, q.bfloat16(), (own, draw(agents, 6, queries, seed=4) + 3))
     assert_close(half[0], out, atol=2e-2, rtol=2e-2)
     assert (half[0] - out).abs().max() > 1e-5, "bf16 is rounded, fp32 is not"
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("codec", ["full", "k-only", "v-only"])
+@pytest.mark.parametrize(("tokens", "dim"), [(65, 64), (333, 128), (640, 192), (70, 256)])
+def test_numbers_in_bf16_are_read_as_they_are(monkeypatch, codec, tokens, dim):
+    pool = pool_of(tokens, dim, codec=codec, dtype=torch.bfloat16)
+    q = draw(5, 6, 1, dim, seed=2).bfloat16()
+    (out, lse), _ = both(monkeypatch, pool, q)
+    wanted, wanted_lse = attend_pieces(q.float(), pool.layers[0], 2, dim**-0.5)
+    assert_close(lse, wanted_lse, atol=5e-5, rtol=1e-5)
+    _, (dense, _) = both(monkeypatch, pool, q)
+    assert (out - wanted).abs().max() <= 1.2 * (dense - wanted).abs().max(), "no worse than torch"
+    assert_close(out, wanted, atol=2e-2, rtol=2e-2)
+    assert Prepared.of(pool.layers[0], 2, dim, torch.float32) is None
 
 
 @needs_kernel
@@ -167,16 +184,16 @@ def test_queries_that_are_no_numbers_give_none_and_leave_the_others_alone(monkey
 def test_what_it_cannot_read_is_left_to_torch(keys, values, dim):
     layer = LayerKV(keys=draw(1, 2, 70, dim), values=draw(1, 2, 70, dim, seed=1))
     [pieces] = freeze([layer], keys=keys, values=values, n_sink=0).layers
-    assert prepared.Prepared.of(pieces, 2, dim, torch.float32) is None
-    assert prepared.Prepared.of(pool_of(70).layers[0], 2, 64, torch.float64) is None
+    assert Prepared.of(pieces, 2, dim, torch.float32) is None
+    assert Prepared.of(pool_of(70).layers[0], 2, 64, torch.float64) is None
 
 
 @pytest.mark.usefixtures("instructions")
 def test_packed_keys_of_full_precision_queries_want_amx():
     pieces = pool_of(70, codec="lean").layers[0]
-    used = prepared.Prepared.of(pieces, 2, 64, torch.float32) is not None
+    used = Prepared.of(pieces, 2, 64, torch.float32) is not None
     assert used == (native.status() == "on: AMX")
-    assert prepared.Prepared.of(pieces, 2, 64, torch.bfloat16) is not None
+    assert Prepared.of(pieces, 2, 64, torch.bfloat16) is not None
 
 
 @needs_kernel
@@ -188,7 +205,7 @@ def test_tensors_that_do_not_fit_are_refused(wrong):
     data = replace(piece.values.data, **wrong)
     piece = replace(piece, values=replace(piece.values, data=data))
     with pytest.raises(ValueError, match="native attention wants a contiguous"):
-        prepared.Prepared([piece], 2, 64, torch.float32)
+        Prepared([piece], 2, 64, torch.float32)
 
 
 def steps(monkeypatch, shared, q, keys, values, mask):

@@ -55,7 +55,7 @@ def status() -> str:
 
 def is_on() -> bool:
     """Whether the kernel is used."""
-    return status().startswith("on")
+    return native.enabled() and not isinstance(_kernel(), str) and _is_right()
 
 
 def attend(

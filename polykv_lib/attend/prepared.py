@@ -14,7 +14,7 @@ from polykv_lib.attend.stored import Codes, Piece
 PRECISION: Final = {torch.bfloat16: (2, 1), torch.float16: (3, 2), torch.float32: (3, 2)}
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as layer.c calls them
 DIMS: Final = (64, 128, 192, 256)
-FEW: Final = 64  # tokens in full precision: more are torch's
+FEW: Final = 64  # tokens in full precision that are read one by one
 
 
 class _Packed(ctypes.Structure):
@@ -98,23 +98,22 @@ class Prepared:
         keys, values = piece.keys.codes(), piece.values.codes()
         assert keys is not None
         assert values is not None
-        if keys.planes[0].is_floating_point():
+        if _are_few(keys, values, piece.n_tokens):
             made.few = self._few(keys, values, shape)
             return made
-        if keys.levels is None:
-            assert keys.scale is not None
+        if keys.scale is not None:
             scale = keys.scale.expand(heads, 1, self.dim).contiguous()
             made.scale = self._address(scale, torch.float32, heads, 1, self.dim)
             made.task.keys = self._address(keys.planes[0], torch.int8, *shape)
         else:
-            made.to = self._matrix(keys.rotation)
+            made.to = None if keys.rotation is None else self._matrix(keys.rotation)
             made.task.packed_keys = self._packed(keys, shape)
         if keys.harmonics is not None:
             made.task.waves.lines = self._address(
                 keys.harmonics, torch.float32, heads, 3, self.dim // 2
             )
-        assert values.rotation is not None
-        made.back = self._matrix(values.rotation.mT.contiguous())
+        if values.rotation is not None:
+            made.back = self._matrix(values.rotation.mT.contiguous())
         made.task.values = self._packed(values, shape)
         return made
 
@@ -129,7 +128,9 @@ class Prepared:
 
     def _packed(self, codes: Codes, shape: tuple[int, int, int]) -> _Packed:
         heads, tokens, dim = shape
-        assert codes.levels is not None
+        if codes.levels is None:  # numbers as they are
+            numbers = self._address(codes.planes[0], torch.bfloat16, *shape)
+            return _Packed(words=numbers, bits=16, norm_bytes=0)
         assert codes.norms is not None
         bits = len(codes.levels).bit_length() - 1
         words, *tops = codes.planes
@@ -167,8 +168,8 @@ def readable(piece: Piece, dim: int, dtype: torch.dtype) -> bool:
     """Whether the kernel reads a piece for queries of a dtype.
 
     That is int8 keys with a scale a tensor or channel, or TurboQuant keys with or without
-    harmonics, beside TurboQuant values, of every width; few tokens that are not quantised; on a
-    CPU, with head_dim 64, 128, 192 or 256.
+    harmonics, beside TurboQuant values, of every width; keys and values in bf16, for queries in
+    it; few tokens in full precision of any kind; on a CPU, with head_dim 64, 128, 192 or 256.
     """
     keys, values = piece.keys.codes(), piece.values.codes()
     if keys is None or values is None or dtype not in PRECISION or dim not in DIMS:
@@ -176,10 +177,18 @@ def readable(piece: Piece, dim: int, dtype: torch.dtype) -> bool:
     planes = (*keys.planes, *values.planes)
     if not all(plane.device.type == "cpu" and plane.is_contiguous() for plane in planes):
         return False
-    if keys.planes[0].is_floating_point():
-        same = keys.planes[0].dtype == values.planes[0].dtype
-        return same and keys.planes[0].dtype in DTYPES and piece.n_tokens <= FEW
-    return values.levels is not None and values.harmonics is None and _is_faster(keys, dtype)
+    if _are_few(keys, values, piece.n_tokens):
+        return True
+    floats = {p.dtype for p in planes if p.is_floating_point()}
+    if floats and not floats == {dtype} == {torch.bfloat16}:
+        return False
+    return values.scale is None and values.harmonics is None and _is_faster(keys, dtype)
+
+
+def _are_few(keys: Codes, values: Codes, n_tokens: int) -> bool:
+    """Whether these are a few tokens in full precision, such as sinks."""
+    same = keys.planes[0].dtype == values.planes[0].dtype
+    return same and keys.planes[0].dtype in DTYPES and n_tokens <= FEW
 
 
 def _is_faster(keys: Codes, dtype: torch.dtype) -> bool:

@@ -226,7 +226,12 @@ def _budget(setting: dict[str, Any]) -> Iterator[Row]:
 
 def _joint() -> Iterator[Row]:
     setting: dict[str, Any] = {"model": MODEL, "suite": "offline", "question": "hidden"}
-    level = {"best single, full": 1.0, "gain-curve, shaped": 0.05, "joint": 0.02, "codec alone": 0.1}
+    level = {
+        "best single, full": 1.0,
+        "gain-curve, shaped": 0.05,
+        "joint": 0.02,
+        "codec alone": 0.1,
+    }
     for share in (0.25, 0.0625):
         at = setting | {"bytes_share": share}
         for method, kl in level.items():

@@ -72,7 +72,7 @@ static Packed block_of(const Packed *p, int64_t dim, int64_t at, int64_t n, uint
   own.tops += at * tops;
   own.norms = (const char *)own.norms + at * p->norm_bytes;
   if (n < BLOCK) {
-    uint8_t *second = memset(copy, 0, BLOCK * dim) + BLOCK * words;
+    uint8_t *second = memset(copy, 0, BLOCK * (words + tops)) + BLOCK * words;
     own.words = memcpy(copy, own.words, n * words);
     if (tops) own.tops = memcpy(second, own.tops, n * tops);
   }
@@ -129,7 +129,7 @@ static void multiply(const Task *a, Part part, int64_t m, int64_t n_rows, const 
     multiply_keys(part.digit + (first + i) * dim, part.bias + first + i, keys, dim, product + i);
 }
 
-enum { SCRATCH = 6 };  // blocks of bytes: keys and values in bf16, copies of each
+enum { SCRATCH = 8 };  // blocks of bytes: keys and values in bf16, copies of each
 
 // Tokens from..to of a head.
 static void attend_span(const Task *a, const Table *tables, const uint16_t *basis, int64_t head,
@@ -150,7 +150,7 @@ static void attend_span(const Task *a, const Table *tables, const uint16_t *basi
   for (int64_t t = from; t < to; t += BLOCK) {
     const int64_t at = head * a->tokens + t, n = to - t < BLOCK ? to - t : BLOCK;
     lay_out(a, tables, at, n, scratch, scratch + 4 * block, key_gain);
-    const Packed values = block_of(&a->values, dim, at, n, scratch + 5 * block, value_gain);
+    const Packed values = block_of(&a->values, dim, at, n, scratch + 6 * block, value_gain);
     unpack_values(&values, dim, tables + 1, levels);
     if (a->waves.rows) {
       as_channels(&turn, dim / 2, channel);

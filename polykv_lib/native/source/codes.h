@@ -15,7 +15,9 @@ static void gains_of(const Packed *p, int64_t n, float *gain) {
   for (int64_t i = 0; i < BLOCK; i += 16) {
     const __mmask16 here = n - i >= 16 ? 0xffff : n <= i ? 0 : (1 << (n - i)) - 1;
     __m512 y;
-    if (p->norm_bytes == 2) {
+    if (!p->norm_bytes) {
+      y = _mm512_maskz_mov_ps(here, _mm512_set1_ps(1));
+    } else if (p->norm_bytes == 2) {
       y = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(here, halves + i));
       y = _mm512_mul_ps(y, _mm512_set1_ps(p->unit[0]));
     } else {  // a code c stands for unit[0] 2^((c - 255) unit[1]), but 0 for 0
@@ -101,8 +103,27 @@ static void look_up(const Packed *p, int64_t dim, int64_t token, int c, const Ta
   *high = _mm512_permutexvar_epi8(code, table->high);
 }
 
+// Values of a block in bf16 as they are -> [pair of tokens][channel][2].
+static void interleave(const uint16_t *values, int64_t dim, uint16_t *to) {
+  uint16_t order[2][32] ALIGNED;
+  for (int i = 0; i < 64; i++) order[i / 32][i % 32] = i / 2 + i % 2 * 32;
+  for (int64_t pair = 0; pair < BLOCK / 2; pair++)
+    for (int64_t d = 0; d < dim; d += 32) {
+      const uint16_t *from = values + 2 * pair * dim + d;
+      const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + dim);
+      uint16_t *o = to + (pair * dim + d) * 2;
+      for (int i = 0; i < 2; i++)
+        _mm512_store_si512(o + 32 * i,
+                           _mm512_permutex2var_epi16(a, _mm512_load_si512(order[i]), b));
+    }
+}
+
 // Packed values of a block -> levels in bf16, [pair of tokens][channel][2].
 static void unpack_values(const Packed *p, int64_t dim, const Table *table, uint16_t *to) {
+  if (p->bits == 16) {
+    interleave((const uint16_t *)p->words, dim, to);
+    return;
+  }
   for (int c = 0; c < dim / 64; c++)
     for (int pair = 0; pair < BLOCK / 2; pair++) {
       __m512i part[2][2], low, high;
@@ -123,6 +144,9 @@ static void unpack_values(const Packed *p, int64_t dim, const Table *table, uint
 static void unpack_keys(const Packed *p, int64_t dim, const Table *table, uint16_t *to) {
   uint16_t half[2][16][32] ALIGNED;
   __m512i low, high;
+  for (int64_t d = 0; p->bits == 16 && d < VECTORS * dim; d += 32)  // bf16 as it is
+    transpose(p->words + 32 * (d / dim) * dim + 2 * (d % dim), 2 * dim, 0, to + 16 * d);
+  if (p->bits == 16) return;
   for (int i = 0; i < VECTORS; i++)
     for (int c = 0; c < dim / 64; c++) {
       for (int t = 0; t < 16; t++) {

@@ -27,7 +27,7 @@ typedef struct {
   const uint8_t *words, *tops;  // [head, token, bytes]: packed codes; tops: 3 bits only
   const void *norms;            // [head, token]: a token's factor, in bytes or fp16 at rest
   const float *unit, *levels;   // what norms stand for (quantize/base.py); [2^bits]
-  int64_t bits, norm_bytes;
+  int64_t bits, norm_bytes;     // 16 and 0: numbers in bf16 as they are, no factor
 } Packed;
 
 // Harmonics over tokens, h[t] = a exp(i f t) for each pair of channels j and j + dim / 2, which add
