@@ -5,7 +5,7 @@
 // row = (agent, query head of the group, query). Scores and lse are in base 2, numbers fp32.
 #include "rows.h"
 
-enum { FLOAT32, BFLOAT16, FLOAT16, ROWS = 4 };  // ROWS: turned together
+enum { FLOAT32, BFLOAT16, FLOAT16, ROWS = 4 };  // ROWS: that share what is loaded
 
 // Keys and values of some tokens as they are, for each head.
 typedef struct {
@@ -33,6 +33,8 @@ typedef struct {
   int64_t dtype, out_dtype, threads;  // of q, keys and values; of out
   float factor;               // of scores, log2 e included
 } Layer;
+
+static int64_t padded(int64_t tokens) { return (tokens + 15) / 16 * 16; }
 
 static __m512 load(const void *x, int64_t at, int64_t dtype) {
   if (dtype == FLOAT32) return _mm512_loadu_ps((const float *)x + at);
@@ -65,46 +67,80 @@ static float merged(float *lse, float other) {
   return one / both;
 }
 
-// Rows over few tokens, added to what they attended to before.
+// The sums of four vectors.
+static __m128 sums(const __m512 x[ROWS]) {
+  const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512 c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  const __m256 d = _mm256_add_ps(_mm512_castps512_ps256(c), _mm512_extractf32x8_ps(c, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(d), _mm256_extractf128_ps(d, 1));
+}
+
+// Scores -> weights, whose sum is returned; the lse before becomes that with them, and `before`
+// what earlier results weigh.
+static float soften(float *s, int64_t tokens, const uint8_t *visible, float *lse, float *before) {
+  float max = *lse, nan = 0;
+  for (int64_t t = 0; t < tokens; t++)
+    if (!visible || visible[t]) {
+      max = fmaxf(max, s[t]);
+      nan += 0 * s[t];  // NaN where a score is no number
+    } else {
+      s[t] = -INFINITY;
+    }
+  for (int64_t t = tokens; t % 16; t++) s[t] = -INFINITY;
+  if (max == -INFINITY) return 0;  // nothing was seen, and is not now
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t t = 0; t < tokens; t += 16) {
+    const __m512 p = exp2_ps(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)));
+    _mm512_storeu_ps(s + t, p);
+    sum = _mm512_add_ps(sum, p);
+  }
+  *before = exp2_one(*lse - max);
+  const float total = *before + _mm512_reduce_add_ps(sum) + nan;
+  *lse = max + log2f(total);
+  return total;
+}
+
+// Up to ROWS rows over few tokens, added to what they attended to before.
+static void attend_rows(const Few *few, int64_t head, const uint8_t *visible, const float *q,
+                        int64_t rows, int64_t dim, float *score, float *out, float *lse) {
+  const int64_t tokens = few->tokens, wide = padded(tokens), at = head * few->head;
+  float four[ROWS], before[ROWS] = {0}, total[ROWS] = {0};
+  const float *row[ROWS];
+  for (int r = 0; r < ROWS; r++) row[r] = q + (r < rows ? r : 0) * dim;
+  for (int64_t t = 0; t < tokens; t++) {
+    __m512 dot[ROWS] = {{0}};
+    for (int64_t d = 0; d < dim; d += 16) {
+      const __m512 k = load(few->keys, at + t * few->key_token + d, few->dtype);
+      for (int r = 0; r < ROWS; r++)
+        dot[r] = _mm512_fmadd_ps(k, _mm512_loadu_ps(row[r] + d), dot[r]);
+    }
+    _mm_storeu_ps(four, sums(dot));
+    for (int r = 0; r < ROWS; r++) score[r * wide + t] = four[r];
+  }
+  for (int64_t r = 0; r < rows; r++)
+    total[r] = soften(score + r * wide, tokens, visible, lse + r, before + r);
+  for (int64_t d = 0; d < dim; d += 16) {
+    __m512 sum[ROWS] = {{0}};
+    for (int64_t r = 0; r < rows; r++)
+      sum[r] = _mm512_mul_ps(_mm512_loadu_ps(out + r * dim + d), _mm512_set1_ps(before[r]));
+    for (int64_t t = 0; t < tokens; t++) {
+      if (visible && !visible[t]) continue;
+      const __m512 v = load(few->values, at + t * few->value_token + d, few->dtype);
+      for (int r = 0; r < ROWS; r++)
+        sum[r] = _mm512_fmadd_ps(v, _mm512_set1_ps(score[r * wide + t]), sum[r]);
+    }
+    for (int64_t r = 0; r < rows; r++)
+      if (total[r] != 0)
+        _mm512_storeu_ps(out + r * dim + d, _mm512_div_ps(sum[r], _mm512_set1_ps(total[r])));
+  }
+}
+
 static void attend_few(const Few *few, int64_t head, const uint8_t *visible, const float *q,
                        int64_t rows, int64_t dim, float *score, float *out, float *lse) {
-  const int64_t wide = (few->tokens + 15) / 16 * 16, at = head * few->head;
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t t = few->tokens; t < wide; t++) score[r * wide + t] = -INFINITY;
-  for (int64_t t = 0; t < few->tokens; t++)
-    for (int64_t r = 0; r < rows; r++) {
-      __m512 dot = _mm512_setzero_ps();
-      for (int64_t d = 0; d < dim; d += 16)
-        dot = _mm512_fmadd_ps(load(few->keys, at + t * few->key_token + d, few->dtype),
-                              _mm512_loadu_ps(q + r * dim + d), dot);
-      score[r * wide + t] = !visible || visible[t] ? _mm512_reduce_add_ps(dot) : -INFINITY;
-    }
-  for (int64_t r = 0; r < rows; r++) {
-    float *s = score + r * wide, *o = out + r * dim;
-    float max = lse[r], nan = 0;
-    for (int64_t t = 0; t < few->tokens; t++) {
-      max = fmaxf(max, s[t]);
-      if (!visible || visible[t]) nan += 0 * s[t];  // NaN where a score is no number
-    }
-    if (max == -INFINITY) continue;
-    const float before = exp2_one(lse[r] - max);
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t t = 0; t < wide; t += 16) {
-      const __m512 p = exp2_ps(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(max)));
-      _mm512_storeu_ps(s + t, p);
-      sum = _mm512_add_ps(sum, p);
-    }
-    const float total = before + _mm512_reduce_add_ps(sum) + nan;
-    for (int64_t d = 0; d < dim; d += 16) {
-      __m512 x = _mm512_mul_ps(_mm512_loadu_ps(o + d), _mm512_set1_ps(before));
-      for (int64_t t = 0; t < few->tokens; t++)
-        if (!visible || visible[t])
-          x = _mm512_fmadd_ps(load(few->values, at + t * few->value_token + d, few->dtype),
-                              _mm512_set1_ps(s[t]), x);
-      _mm512_storeu_ps(o + d, _mm512_div_ps(x, _mm512_set1_ps(total)));
-    }
-    lse[r] = max + log2f(total);
-  }
+  for (int64_t r = 0; r < rows; r += ROWS)
+    attend_rows(few, head, visible, q + r * dim, rows - r < ROWS ? rows - r : ROWS, dim, score,
+                out + r * dim, lse + r);
 }
 
 // y = x @ matrix; rows up to a multiple of ROWS are read and written.
@@ -155,7 +191,6 @@ static void scatter(const Layer *a, int64_t rows, const float *out, const float 
 
 // Every agent's rows over its own tokens; one query an agent.
 static void attend_own(const Layer *a, const float *q, float *score, float *out, float *lse) {
-  const int64_t wide = (a->own + 15) / 16 * 16;
 #pragma omp parallel for num_threads(a->threads)
   for (int64_t i = 0; i < a->agents * a->heads; i++) {
     const int64_t agent = i / a->heads, head = i % a->heads, size = a->dtype == FLOAT32 ? 4 : 2;
@@ -164,7 +199,7 @@ static void attend_own(const Layer *a, const float *q, float *score, float *out,
                      (const char *)a->values + size * agent * a->value_strides[0], a->own,
                      a->key_strides[1], a->key_strides[2], a->value_strides[2], a->dtype};
     attend_few(&few, head, a->visible ? a->visible + agent * a->visible_stride : NULL,
-               q + row * a->dim, a->group, a->dim, score + THREAD * a->group * wide,
+               q + row * a->dim, a->group, a->dim, score + THREAD * ROWS * padded(a->own),
                out + row * a->dim, lse + row);
   }
 }
@@ -220,12 +255,12 @@ static int attend_packed(const Layer *a, const Piece *piece, int64_t rows, Room 
 int polykv_layer(const Layer *a) {
   const int64_t rows = a->agents * a->group * a->queries, dim = a->dim;
   const int64_t all = (a->heads * rows + ROWS - 1) / ROWS * ROWS, each = all * dim;
-  int64_t few = a->threads * a->group * ((a->own + 15) / 16 * 16);  // scores
+  int64_t scores = a->threads * ROWS * padded(a->own);
   for (int64_t i = 0; i < a->n_pieces; i++) {
-    const int64_t scores = rows * ((a->pieces[i].few.tokens + 15) / 16 * 16);
-    if (scores > few) few = scores;
+    const int64_t n = ROWS * padded(a->pieces[i].few.tokens);
+    if (n > scores) scores = n;
   }
-  float *const memory = aligned_alloc(64, (4 * (6 * each + 2 * all + few) + 63) / 64 * 64);
+  float *const memory = aligned_alloc(64, (4 * (6 * each + 2 * all + scores) + 63) / 64 * 64);
   if (!memory) return 1;
   float *const out = memset(memory + 5 * each, 0, 4 * each), *const lse = out + each;
   const Room room = {memory, memory + each, memory + 2 * each, memory + 3 * each,
