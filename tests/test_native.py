@@ -227,20 +227,22 @@ def steps(monkeypatch, shared, q, keys, values, mask):
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("codec", ["paper", "polykv", "lean", "none"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("agents", "own", "dim"), [(1, 1, 64), (5, 17, 128), (4, 40, 64)])
+@pytest.mark.parametrize(
+    ("agents", "own", "dim", "group"), [(1, 1, 64, 3), (5, 17, 128, 7), (4, 40, 64, 1)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_step_in_one_call_is_the_sum_of_its_parts(
-    monkeypatch, codec, masked, agents, own, dim, dtype
+    monkeypatch, codec, masked, agents, own, dim, group, dtype
 ):
     pieces = [] if codec == "none" else pool_of(300, dim, codec=codec).layers[0]
-    q = draw(6, agents, 1, dim, seed=2).transpose(0, 1).to(dtype)  # as RoPE leaves them
+    q = draw(2 * group, agents, 1, dim, seed=2).transpose(0, 1).to(dtype)  # as RoPE leaves them
     room = draw(2, agents, 2, own + 3, dim, seed=3).to(dtype)  # a buffer with room behind them
     keys, values = room[:, :, :, :own]
     mask = None
     if masked:
         visible = draw(agents, 1, own, seed=4) > 0
         visible[0] = False  # an agent that sees only the document
-        mask = row_mask(visible[:, None], 3, dtype)
+        mask = row_mask(visible[:, None], group, dtype)
     shared = SharedLayer(pieces, 2)
     out, plain = steps(monkeypatch, shared, q, keys, values, mask)
     exact = dtype == torch.float32
