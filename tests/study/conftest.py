@@ -272,8 +272,8 @@ def _throughput() -> Iterator[Row]:
             yield _row("scaling_in_agents", "ms_per_agent", slope, "ms", n=3, **own)
             if method == "shared-pool" and codec != "full":
                 for metric in (
-                    *("over_floor", "faster_than_expanded", "faster_than_folded"),
-                    "faster_than_pooled",
+                    *("over_floor", "over_native_floor", "faster_than_expanded"),
+                    *("faster_than_folded", "faster_than_native", "faster_than_pooled"),
                 ):
                     yield _row("speedup", metric, 2.0, "x", n=7, n_agents=15, **own)
             if method != "no-document":
