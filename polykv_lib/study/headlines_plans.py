@@ -14,7 +14,6 @@ AT_EQUAL_BYTES = {
     "codec alone": "codecs without eviction",
     "paper-b, ppl budgets": "cosine routing in bf16, budgets by perplexity",
     "gain-curve, shaped": "our plan with every layer in the shaped codec",
-    "gain-curve, tiered": "our plan with every layer in the tiered codec",
 }
 
 PLAN_HEADLINES = (
