@@ -19,6 +19,7 @@ QUESTION_TOKENS = 60  # of an agent's question in its chat turn, or of an item's
 METHODS = 4  # ways of decoding that memory_scaling times; one decodes agent after agent
 READERS = 3  # of a document beside its pools: the full cache and two controls
 AT_ONCE = 6  # changed documents that inversion_controls reads in one batch
+ANSWER_TOKENS = 20  # of an item's tail where its question is part of the context
 ERROR_POINTS = 4  # budgets at which a calibration pass evicts each layer alone
 
 
@@ -139,15 +140,16 @@ def _joint(p: JointPlan) -> Work:
     tried = len(p.POLICIES) + len(p.FIXED)
     evicted_alone = n_calibration * (1 + len(p.CANDIDATES)) * ERROR_POINTS
     stored_alone = n_families * len(p.MENU)
+    tail = QUESTION_TOKENS if p.QUESTION == "hidden" else ANSWER_TOKENS
     tails = n_shares * (n_test * methods + n_calibration * tried)
     return Work(
-        read=(n_test + 3 * n_calibration) * p.CONTEXT_TOKENS + tails * QUESTION_TOKENS,
-        read_a_layer=(evicted_alone + stored_alone) * QUESTION_TOKENS // 2,
+        read=(n_test + 3 * n_calibration) * p.CONTEXT_TOKENS + tails * tail,
+        read_a_layer=(evicted_alone + stored_alone) * tail // 2,
         steps=0,
         document=p.CONTEXT_TOKENS,
         agents=1,
-        own=QUESTION_TOKENS,
-        scored=QUESTION_TOKENS,
+        own=tail,
+        scored=tail,
     )
 
 

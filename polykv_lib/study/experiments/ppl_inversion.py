@@ -242,8 +242,8 @@ def _sample(score: Score) -> dict[str, Any]:
         "prefix_tokens": score.excerpt.n_prefix,
         "codec": score.codec,
         "n_tokens": len(score.nll_full),
-        "nll_full": [round(x, 3) for x in score.nll_full.tolist()],
-        "nll_pool": [round(x, 3) for x in score.nll_pool.tolist()],
+        "nll_full": round(score.nll_full.mean().item(), 6),
+        "nll_pool": round(score.nll_pool.mean().item(), 6),
         "kl": round(score.kl, 6),
         "top1": round(score.top1, 4),
     }
