@@ -7,7 +7,7 @@
 //     lse   = max s + log2 sum_t p[t]
 //
 // Blocks of 64 tokens, softmax online (FlashAttention, arXiv:2205.14135). A row of q is a sum of
-// int8 digits, q = unit (d0 + d1 / 254 + d2 / 254^2), so that q . k is exact in int32: two digits
+// int8 digits, q = unit (d0 + d1 / 256 + d2 / 256^2), so that q . k is exact in int32: two digits
 // hold 15 bits of it, three 23. Levels are exact in bf16; a weight p * gain is a sum of one or two
 // bf16 numbers, of 8 bits each. Sums are int32 and fp32. Loads and stores of q, keys, codes, gains
 // and out need no alignment: a pool may be a mapped file.
@@ -17,44 +17,44 @@
 // two or three bf16 numbers instead.
 #include "waves.h"
 
-typedef struct { float max, total, unit; } Row;
+// Of a row: 16 parts of its total, its largest score in units, and at the end both as they are.
+typedef struct ALIGNED { float sums[16], max, total, unit; } Row;
 
 // A span of tokens of one head, attended to but not yet divided by the rows' totals.
 typedef struct { Row *row; float *sum, *wave; int32_t *bias; int8_t *digit; } Part;  // or terms
 
 // A row's products with a block of n tokens -> its weights; returns what earlier sums shrink by.
-// No digits: keys were packed, products are fp32, and those with waves TILE rows further.
-static inline __attribute__((always_inline)) float weigh(  // faster where digits are constants
-    const int32_t product[][BLOCK], Row *row, const float *key_gain, const float *gain, int64_t n,
-    int64_t digits, int64_t terms, uint16_t weight[][TILE][BLOCK]) {
+// Products with packed keys lack gains, and those with waves are TILE rows further.
+static inline __attribute__((always_inline)) float weigh(  // faster where n and terms are constants
+    const float product[][BLOCK], Row *row, const float *key_gain, const float *gain, int64_t n,
+    int packed, int64_t terms, uint16_t weight[][TILE][BLOCK]) {
   __m512 s[VECTORS], top = _mm512_set1_ps(row->max), sum = _mm512_setzero_ps();
+  float shrink = 1;
   for (int i = 0; i < VECTORS; i++) {
-    const __m512i *of = (const __m512i *)product + i;  // the next row's are VECTORS further
-    if (digits == 0) {
-      s[i] = _mm512_fmadd_ps((__m512)of[0], _mm512_loadu_ps(key_gain + 16 * i),
-                             (__m512)of[TILE * VECTORS]);
-    } else {
-      s[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of[0]), _mm512_set1_ps(254.f),
-                             _mm512_cvtepi32_ps(of[VECTORS]));
-      if (digits == 3)
-        s[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of[2 * VECTORS]), _mm512_set1_ps(1 / 254.f),
-                               s[i]);
-      s[i] = _mm512_mul_ps(s[i], _mm512_set1_ps(row->unit / 254));
-    }
+    s[i] = _mm512_load_ps(product[0] + 16 * i);
+    if (packed)
+      s[i] = _mm512_fmadd_ps(s[i], _mm512_loadu_ps(key_gain + 16 * i),
+                             _mm512_load_ps(product[TILE] + 16 * i));
     const int64_t left = n - 16 * i;
     const __mmask16 here = left >= 16 ? 0xffff : left <= 0 ? 0 : (1 << left) - 1;
-    s[i] = _mm512_mask_blend_ps(here, _mm512_set1_ps(-INFINITY), s[i]);
+    if (n < BLOCK) s[i] = _mm512_mask_blend_ps(here, _mm512_set1_ps(-INFINITY), s[i]);
     top = _mm512_max_ps(top, s[i]);
   }
-  const float max = _mm512_reduce_max_ps(top);
-  const float shrink = max == row->max ? 1 : exp2_one(row->max - max);
+  if (_mm512_cmp_ps_mask(top, _mm512_set1_ps(row->max), _CMP_GT_OQ)) {  // seldom, later on
+    const float max = _mm512_reduce_max_ps(top);
+    shrink = exp2_one((row->max - max) * row->unit);
+    row->max = max;
+  }
+  const __m512 unit = _mm512_set1_ps(row->unit), max = _mm512_set1_ps(row->max * row->unit);
   for (int i = 0; i < VECTORS; i++) {
-    s[i] = exp2_ps(_mm512_sub_ps(s[i], _mm512_set1_ps(max)));
+    s[i] = _mm512_fmsub_ps(s[i], unit, max);
+    s[i] = terms == 1 && n == BLOCK ? exp2_coarse_ps(s[i]) : exp2_ps(s[i]);
     sum = _mm512_add_ps(sum, s[i]);
     s[i] = _mm512_mul_ps(s[i], _mm512_loadu_ps(gain + 16 * i));
     split(s[i], terms, weight[0][0] + 16 * i, TILE * BLOCK);
   }
-  *row = (Row){max, row->total * shrink + _mm512_reduce_add_ps(sum), row->unit};
+  const __m512 before = _mm512_load_ps(row->sums);
+  _mm512_store_ps(row->sums, _mm512_fmadd_ps(before, _mm512_set1_ps(shrink), sum));
   return shrink;
 }
 
@@ -87,7 +87,7 @@ static void prepare(const Task *a, int64_t head, Part part) {
     const int64_t i = m * a->digits, d = i * a->dim;
     const float unit = a->keys ? to_digits(q, a->dim, a->digits, part.digit + d, part.bias + i)
                                : to_terms(q, a->dim, a->digits, (uint16_t *)part.digit + d);
-    part.row[m] = (Row){-INFINITY, 0 * unit, unit};
+    part.row[m] = (Row){.sums = {0 * unit}, .max = -INFINITY, .unit = a->keys ? unit / 256 : unit};
     if (a->waves.rows)
       to_wave(a->waves.rows + (head * a->rows + m) * a->dim,
               a->waves.lines + head * 3 * a->dim / 2, a->dim, part.wave + m * a->dim);
@@ -113,20 +113,18 @@ static void lay_out(const Task *a, const Table *table, int64_t at, int64_t n, ui
 
 // Products of up to TILE rows of a head, from row m on, with a block's keys.
 static void multiply(const Task *a, Part part, int64_t m, int64_t n_rows, const uint8_t *keys,
-                     const float *turn, const uint16_t *basis,
-                     int32_t product[TILE * MAX_DIGITS][BLOCK]) {
+                     const float *turn, const uint16_t *basis, float product[2 * TILE][BLOCK]) {
   const int64_t dim = a->dim, first = m * a->digits;
   if (!a->keys) {
     const uint16_t *term = (uint16_t *)part.digit + first * dim, *own = (const uint16_t *)keys;
     const uint16_t *terms[MAX_DIGITS] = {term, term + dim, term + 2 * dim};
     const uint16_t *each[MAX_DIGITS] = {own, own, own};
-    multiply_bf16(a->digits, terms, a->digits * dim, each, dim, product);
+    multiply_bf16(n_rows, a->digits, terms, a->digits * dim, each, dim, product);
     if (a->waves.rows)
       multiply_waves(part.wave + m * dim, n_rows, turn, basis, a->digits, dim, product + TILE);
     return;
   }
-  for (int64_t i = 0; i < n_rows * a->digits; i += TILE)
-    multiply_keys(part.digit + (first + i) * dim, part.bias + first + i, keys, dim, product + i);
+  multiply_keys(n_rows, part.digit + first * dim, part.bias + first, keys, dim, a->digits, product);
 }
 
 enum { SCRATCH = 8 };  // blocks of bytes: keys and values in bf16, copies of each
@@ -135,8 +133,7 @@ enum { SCRATCH = 8 };  // blocks of bytes: keys and values in bf16, copies of ea
 static void attend_span(const Task *a, const Table *tables, const uint16_t *basis, int64_t head,
                         int64_t from, int64_t to, Part part, uint8_t *scratch) {
   const int64_t dim = a->dim, block = BLOCK * dim;
-  const int64_t digits = a->keys ? a->digits : 0, coarse = a->digits == 2 && a->terms == 1;
-  int32_t product[TILE * MAX_DIGITS][BLOCK] ALIGNED = {0};
+  float product[2 * TILE][BLOCK] ALIGNED = {0};
   uint16_t weight[MAX_TERMS][TILE][BLOCK] ALIGNED = {0};
   uint16_t *const levels = (uint16_t *)(scratch + 2 * block);
   float shrink[TILE] = {0}, key_gain[BLOCK], value_gain[BLOCK], channel[MAX_DIM];
@@ -160,17 +157,22 @@ static void attend_span(const Task *a, const Table *tables, const uint16_t *basi
       const int64_t here = a->rows - m < TILE ? a->rows - m : TILE;
       multiply(a, part, m, here, scratch, channel, basis, product);
       for (int64_t r = 0; r < here; r++) {
-#define WEIGH(digits, terms) \
-    weigh(product + r * (digits ? digits : 1), part.row + m + r, key_gain, value_gain, n, \
-          digits, terms, (void *)weight[0][r])
-        shrink[r] = !coarse ? WEIGH(digits, a->terms) : digits ? WEIGH(2, 1) : WEIGH(0, 1);
+#define WEIGH(n, packed, terms) \
+    weigh(product + r, part.row + m + r, key_gain, value_gain, n, packed, terms, \
+          (void *)weight[0][r])
+        shrink[r] = a->terms > 1 || n < BLOCK ? WEIGH(n, !a->keys, a->terms)
+                    : a->keys ? WEIGH(BLOCK, 0, 1) : WEIGH(BLOCK, 1, 1);
       }
       for (int c = 0; c < dim / 64; c++)
-        multiply_values(weight, a->terms, shrink, levels + 128 * c, dim,
+        multiply_values(here, weight, a->terms, shrink, levels + 128 * c, dim,
                         part.sum + m * dim + 64 * c);
     }
   }
   close_tiles();
+  for (Row *row = part.row; row < part.row + a->rows; row++) {
+    row->total = _mm512_reduce_add_ps(_mm512_load_ps(row->sums));
+    row->max *= row->unit;
+  }
 }
 
 // A row's spans, merged by their log-sum-exps and divided by the total.

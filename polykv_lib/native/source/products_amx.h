@@ -14,35 +14,44 @@ static void open_tiles(void) {
 
 static void close_tiles(void) { _tile_release(); }
 
-static void multiply_keys(const int8_t *digit, const int32_t *bias, const uint8_t *keys,
-                          int64_t dim, int32_t to[TILE][BLOCK]) {
-  (void)bias;
+static void multiply_keys(int64_t n, const int8_t *digit, const int32_t *bias, const uint8_t *keys,
+                          int64_t dim, int digits, float to[TILE][BLOCK]) {
+  int32_t product[TILE][BLOCK] ALIGNED;
   WRITTEN;
 #define ZERO(i) _tile_zero(i);
 #define DOT(i) _tile_loadd(5, keys + i * 16 * dim + 16 * d, 64); _tile_dpbssd(i, 4, 5);
-#define PRODUCTS(i) _tile_stored(i, to[0] + 16 * i, sizeof to[0]);
-  EACH_TILE(ZERO)
-  for (int64_t d = 0; d < dim; d += 64) {
-    _tile_loadd(4, digit + d, dim);
-    EACH_TILE(DOT)
+#define PRODUCTS(i) _tile_stored(i, product[0] + 16 * i, sizeof product[0]);
+  float share = 256;
+  for (int j = 0; j < digits; j++, share /= 256) {
+    EACH_TILE(ZERO)
+    for (int64_t d = 0; d < dim; d += 64) {
+      _tile_loadd(4, digit + j * dim + d, digits * dim);
+      EACH_TILE(DOT)
+    }
+    EACH_TILE(PRODUCTS)
+    for (float *at = to[0]; at < to[TILE]; at += 16) {
+      const __m512 x = _mm512_cvtepi32_ps(_mm512_load_si512(product[0] + (at - to[0])));
+      const __m512 before = j ? _mm512_load_ps(at) : _mm512_setzero_ps();
+      _mm512_store_ps(at, _mm512_fmadd_ps(x, _mm512_set1_ps(share), before));
+    }
   }
-  EACH_TILE(PRODUCTS)
 }
 
-static void multiply_bf16(int n, const uint16_t *const *rows, int64_t stride,
-                          const uint16_t *const *keys, int64_t dim, int32_t to[TILE][BLOCK]) {
+static void multiply_bf16(int64_t n, int terms, const uint16_t *const *row, int64_t stride,
+                          const uint16_t *const *keys, int64_t dim, float to[TILE][BLOCK]) {
 #define DOT_KEYS(i) _tile_loadd(5, keys[j] + 16 * (i * dim + d), 64); _tile_dpbf16ps(i, 4, 5);
   WRITTEN;
   EACH_TILE(ZERO)
-  for (int j = 0; j < n; j++)
+  for (int j = 0; j < terms; j++)
     for (int64_t d = 0; d < dim; d += 32) {
-      _tile_loadd(4, rows[j] + d, 2 * stride);
+      _tile_loadd(4, row[j] + d, 2 * stride);
       EACH_TILE(DOT_KEYS)
     }
-  EACH_TILE(PRODUCTS)
+#define FLOATS(i) _tile_stored(i, to[0] + 16 * i, sizeof to[0]);
+  EACH_TILE(FLOATS)
 }
 
-static void multiply_values(const uint16_t weight[MAX_TERMS][TILE][BLOCK], int terms,
+static void multiply_values(int64_t n, const uint16_t weight[MAX_TERMS][TILE][BLOCK], int terms,
                             const float *shrink, const uint16_t *values, int64_t dim, float *sum) {
 #define SUM(i) _tile_loadd(i, sum + 16 * i, 4 * dim);
 #define DOT_BF16(i) \

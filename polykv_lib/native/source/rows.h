@@ -14,6 +14,14 @@ static __m512 exp2_ps(__m512 x) {  // relative error 2e-9 before rounding; 0 bel
   return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.f)), n);
 }
 
+static __m512 exp2_coarse_ps(__m512 x) {  // relative error 1e-4, for weights of 8 bits
+  const __m512 n = _mm512_roundscale_ps(x, 0), f = _mm512_sub_ps(x, n);
+  __m512 y = _mm512_set1_ps(5.5171649e-2f);
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4261112e-1f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9326098e-1f));
+  return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(9.9992807e-1f)), n);
+}
+
 static float exp2_one(float x) { return _mm512_cvtss_f32(exp2_ps(_mm512_set1_ps(x))); }
 
 // Digits of a row, the row's unit and, for each digit, what the keys' bias adds to products.
@@ -22,17 +30,18 @@ static float to_digits(const float *x, int64_t dim, int digits, int8_t *digit, i
   for (int64_t d = 0; d < dim; d += 16)
     largest = _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(x + d)), largest);
   const float top = _mm512_reduce_max_ps(largest), unit = top > 1e-30f ? top / 127 : 1.f;
+  const __m512 steps = _mm512_set1_ps((1 << 8 * (digits - 1)) / unit);
   __m512i sum[MAX_DIGITS] = {{0}};
   __m512 nan = _mm512_setzero_ps();  // becomes NaN where x is not finite
   for (int64_t d = 0; d < dim; d += 16) {
-    __m512 y = _mm512_loadu_ps(x + d);
+    const __m512 y = _mm512_loadu_ps(x + d);
     nan = _mm512_fmadd_ps(y, _mm512_setzero_ps(), nan);
-    y = _mm512_div_ps(y, _mm512_set1_ps(unit));
-    for (int i = 0; i < digits; i++) {
-      const __m512i c = _mm512_cvtps_epi32(y);
+    __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(y, steps));
+    for (int i = digits - 1; i >= 0; i--) {  // the last first: its low byte, with a sign
+      const __m512i c = _mm512_srai_epi32(_mm512_slli_epi32(rest, 24), 24);
       _mm_storeu_si128((__m128i *)(digit + i * dim + d), _mm512_cvtepi32_epi8(c));
       sum[i] = _mm512_add_epi32(sum[i], c);
-      y = _mm512_mul_ps(_mm512_sub_ps(y, _mm512_cvtepi32_ps(c)), _mm512_set1_ps(254.f));
+      rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, c), 8);
     }
   }
   for (int i = 0; i < digits; i++) bias[i] = KEY_BIAS * _mm512_reduce_add_epi32(sum[i]);

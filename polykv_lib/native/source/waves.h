@@ -60,7 +60,7 @@ static void to_wave(const float *w, const float *lines, int64_t dim, float *to) 
 // Products of up to TILE rows' waves, turned to a block, with the basis.
 static void multiply_waves(const float *wave, int64_t n_rows, const float *turn,
                            const uint16_t *basis, int64_t terms, int64_t dim,
-                           int32_t to[TILE][BLOCK]) {
+                           float to[TILE][BLOCK]) {
   uint16_t turned[TILE][MAX_DIGITS][MAX_DIM] = {0};
   for (int64_t r = 0; r < n_rows; r++)
     for (int64_t j = 0; j < dim / 2; j += 16) {
@@ -78,5 +78,5 @@ static void multiply_waves(const float *wave, int64_t n_rows, const float *turn,
       rows[n] = turned[0][i];
       keys[n++] = basis + j * BLOCK * dim;
     }
-  multiply_bf16(n, rows, MAX_DIGITS * MAX_DIM, keys, dim, to);
+  multiply_bf16(n_rows, n, rows, MAX_DIGITS * MAX_DIM, keys, dim, to);
 }
