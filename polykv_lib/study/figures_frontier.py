@@ -10,7 +10,7 @@ BY_LAYER = "by layer"
 
 
 def codec_frontier(numbers: pd.DataFrame, ax: Axes) -> None:
-    """The paper's codec hollow, ours filled, other pairs as dots, codecs by layer as a line."""
+    """Codecs with a name, other pairs as dots, codecs by layer as a line; all were measured here."""
     report = pick(numbers, table="frontier", role="report")
     bits = pick(report, metric="bits_per_element").set_index("codec")["value"].sort_values()
     kl = pick(report, metric="kl_nats").set_index("codec").loc[bits.index]
@@ -19,7 +19,7 @@ def codec_frontier(numbers: pd.DataFrame, ax: Axes) -> None:
     pairs = bits.index.difference([*by_layer, *named], sort=False)
     ax.plot(bits[pairs], kl.loc[pairs, "value"], ".", color="#BBBBBB", label="other pairs")
     for codec in named:
-        series(ax, bits[[codec]], kl.loc[[codec]], codec, hollow=codec == "paper")
+        series(ax, bits[[codec]], kl.loc[[codec]], codec)
     for goal in kl["value"][kl.index == "paper"]:
         ax.axhline(goal, color=look("paper").colour, lw=0.6, ls="--")
     if by_layer:

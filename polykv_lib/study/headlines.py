@@ -11,6 +11,7 @@ COLUMNS = ("what", "setting", "ours", "95 % interval", "n", "paper", "command")
 SIZES = {"prefix_tokens": "tokens in the pool", "context_tokens": "tokens", "n_agents": "agents"}
 CODECS = {"paper": "paper A's codec", "polykv": "the polykv codec"}
 INVERSION = {
+    "paper-plain": "paper A's codec without signs, as published",
     "v-gaussian": "Gaussian noise on values, matched energy",
     "v-shrunk": "values shrunk, no noise",
     "temperature-1.05": "attention at temperature 1.05",
@@ -88,7 +89,9 @@ HEADLINES = (
         )
     ),
     *(
-        Headline(what=label, table="speedup", metric=metric, where={"codec": "paper"})
+        Headline(
+            what=label, table="speedup", metric=metric, where={"codec": "paper", "n_agents": 15}
+        )
         for metric, label in SPEEDUPS.items()
     ),
     Headline(
