@@ -48,11 +48,11 @@ LOOKS = {
     "compact": Look(label="compact", colour="#0B8A8A", marker="*", line="-"),
     "by layer": Look(label="codecs by layer", colour="#332288", marker="."),
     "lean": Look(label="lean", colour="#228855", marker="p", line="-"),
-    "shaped": Look(label="shaped", colour="#7A4FBF", marker="P", line="-"),
-    "tiered": Look(label="tiered", colour="#0B5FA5", marker="^", line="-"),
+    "shaped": Look(label="shaped", colour="#7A4FBF", marker=r"$\mathbf{S}$"),
+    "tiered": Look(label="tiered", colour="#0B5FA5", marker=r"$\mathbf{T}$"),
     **dict.fromkeys(
         ("slim", "shaped4-3-eighth+tq4-2-eighth"),  # the preset, and what it is a name of
-        Look(label="slim", colour="#CC3311", marker="v", line=":"),
+        Look(label="slim", colour="#CC3311", marker=r"$\mathbf{L}$", line=":"),
     ),
     "tq3-both": Look(label="3-bit keys and values", colour="#994411", marker="x", line="-."),
     "tq2-both": Look(label="2-bit keys and values", colour="#BB6633", marker="|", line="-."),

@@ -10,7 +10,7 @@ BY_LAYER = "by layer"
 
 
 def codec_frontier(numbers: pd.DataFrame, ax: Axes) -> None:
-    """Codecs with a name, other pairs as dots, codecs by layer as a line; all were measured here."""
+    """Codecs with a name, other pairs as dots, codecs by layer as a line; all measured here."""
     report = pick(numbers, table="frontier", role="report")
     bits = pick(report, metric="bits_per_element").set_index("codec")["value"].sort_values()
     kl = pick(report, metric="kl_nats").set_index("codec").loc[bits.index]

@@ -97,7 +97,7 @@ def test_throughput_has_a_line_a_method_and_names_its_setting(
     ax = drawn(draw, synthetic)
     labels = {c.get_label() for c in ax.containers}
     assert {"one shared bf16 copy", "pool, paper's codec", "pool, polykv"} < labels
-    assert {"a full copy each", "the same, heads folded"} < labels
+    assert {"a full copy each", "a copy each, heads folded"} < labels
     assert ("no document" in labels) == (draw is not figures.first_token_vs_context)
     assert ax.get_title(loc="left").startswith("smollm2-135m, bfloat16, Some CPU, 1 thread")
 
