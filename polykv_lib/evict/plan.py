@@ -55,7 +55,8 @@ class LayerPlan:
         numbers = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         if not numbers or not all(isinstance(b, int) and b > 0 for b in numbers):
             raise ValueError(
-                f"budget {self.budget!r}; pass tokens for each KV head, or a tuple with one a head."
+                f"budget {self.budget!r}; pass tokens for each KV head, a whole number from 1, or "
+                "a tuple with one a head."
             )
         if isinstance(self.policy, type) or not isinstance(self.policy, EvictionPolicy):
             raise ValueError(f"policy {self.policy!r}; pass a policy such as H2O() or SnapKV().")

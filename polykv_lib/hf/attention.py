@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from polykv_lib.attend import attend
+from polykv_lib.hf import compat
 from polykv_lib.hf.caches import AgentLayer
 from polykv_lib.hf.evicting_layer import EvictingLayer
 from polykv_lib.hf.observe import ObservedLayer
@@ -22,7 +23,8 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     A prepared model without one of our caches computes what it did before, through sdpa.
 
     Raises:
-        ValueError: an encoder-decoder model, or one without transformers' attention interface.
+        ValueError: an encoder-decoder model, one without transformers' attention interface, or one
+            with layers that hold no keys and values.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -34,6 +36,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             f"{model.config.model_type} caps its attention scores (softcap), which a pool can not "
             "do. Use a model without, such as Llama, Qwen, Mistral or Gemma 3."
         )
+    compat.attention_window(model)  # refuses kinds of layers
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     if not getattr(model, "_supports_attention_backend", False):
@@ -62,19 +65,17 @@ def attention(
     attends to what it holds.
     """
     observer: ObservedLayer | None = getattr(key, "polykv_observer", None)
-    if observer is not None:
-        observer.after_attention(query, scaling)
     layer: AgentLayer | EvictingLayer | None = getattr(key, "polykv_layer", None)
+    if observer is not None or layer is not None:
+        _check(module, kwargs)
+    if observer is not None:
+        _check_values(module, value, "polykv_observer", observer)
+        observer.after_attention(query, scaling)
     if layer is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} uses {name} in its attention, which a pool can not do."
-            )
     if not isinstance(layer, AgentLayer):
         out = layer.attend(
             module, query, key, value, attention_mask, scaling, dropout=dropout, **kwargs
@@ -82,6 +83,7 @@ def attention(
         return out, None
     if query.requires_grad:
         raise ValueError("a pool is read without gradients; call the model under torch.no_grad().")
+    _check_values(module, value, "polykv_layer", layer)
     layer.unread = False
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shared = layer.shared
@@ -92,3 +94,20 @@ def attention(
     own = attend(query, key, value, scale, mask)
     out, _ = shared.attend(query, scale, own) if shared.pieces else own
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _check(module: Any, options: dict[str, Any]) -> None:
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} uses {name} in its attention, which a pool can not do."
+            )
+
+
+def _check_values(module: Any, value: Any, name: str, handle: object) -> None:
+    """Values must be those that the cache returned: a pool stores what it was given."""
+    if getattr(value, name, None) is not handle:
+        raise ValueError(
+            f"{type(module).__name__} changes values after its cache has stored them, which a pool "
+            "can not read. Use a model that does not, such as Llama, Qwen, Mistral or Phi-3."
+        )

@@ -24,8 +24,8 @@ from polykv_lib.hf.evicting import EvictingCache, evicting_prefill
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
 from polykv_lib.hf.reading import KeptByPlan, evict_document, read_document
 from polykv_lib.kv import KeptTokens, LayerKV
-from polykv_lib.pool import Codecs, SharedKVPool, Tiered, freeze, load
-from polykv_lib.quantize import FullPrecision, check_codec
+from polykv_lib.pool import Codecs, SharedKVPool, check_codecs, freeze, load
+from polykv_lib.quantize import FullPrecision
 
 Kept = Sequence[Sequence[KeptTokens]]  # of each layer and KV head
 
@@ -48,16 +48,16 @@ def build_pool(
         keys: codec of the keys, or one for each layer.
         values: codec of the values, or one for each layer.
         n_sink: first tokens held in full precision, where the plan keeps them.
-        plan: what each layer keeps; None keeps everything. No question is visible to it.
+        plan: what each layer keeps; None keeps everything. No question is visible to it. A pool
+            does not change, so the plan's decode phase is `prefill`'s alone.
         tokenizer: if given, its fingerprint is stored with the pool.
 
     Raises:
         ValueError: no codec, no plan or another model's, or ids that `read_document` refuses.
     """
-    for name, codecs in (("keys", keys), ("values", values)):
-        for codec in codecs if isinstance(codecs, list | tuple) else (codecs,):
-            if not isinstance(codec, Tiered):
-                check_codec(codec, name)
+    check_codecs(keys, values)
+    if plan is not None:
+        check_plan(plan)
     named = plan is not None and any(layer.codec for layer in plan.layers)
     if named and not isinstance(keys, list | tuple):
         raise ValueError(

@@ -71,7 +71,7 @@ class AgentLayer(DynamicLayer):
     def update(
         self, key_states: New, value_states: New, *args: Any, **kwargs: Any
     ) -> tuple[Own, Own]:
-        """Append and return the agents' own keys and values; the keys carry the handle."""
+        """Append and return the agents' own keys and values; both carry the handle."""
         start, end = self.own, self.own + key_states.shape[2]
         if self.window is not None and self.seen + end > self.window:
             raise PoolError(
@@ -84,7 +84,7 @@ class AgentLayer(DynamicLayer):
         self.own = end
         self.is_initialized = True
         keys, values = buffer[:, :, :, :end]
-        keys.polykv_layer = self
+        keys.polykv_layer = values.polykv_layer = self
         self.unread = True
         return keys, values
 
@@ -102,8 +102,19 @@ class AgentLayer(DynamicLayer):
         return self.seen + self.own
 
     def get_mask_sizes(self, cache_position: int | Tensor, *args: Any) -> tuple[int, int]:
-        """(own tokens after the next update, offset of the first of them)."""
-        return self.own + compat.query_length(cache_position), self.seen
+        """(own tokens after the next update, offset of the first of them).
+
+        Raises:
+            PoolError: no token is new, so `generate()` was not given the document's tokens.
+        """
+        new = compat.query_length(cache_position)
+        if new == 0:
+            raise PoolError(
+                f"no token is new: the cache has seen {self.get_seq_length()} already. generate() "
+                "takes the document's tokens too, before each agent's own, and a cache for each "
+                "call; or use polykv_lib.ask."
+            )
+        return self.own + new, self.seen
 
     def get_max_cache_shape(self) -> int:
         """Unbounded (name up to 5.12)."""

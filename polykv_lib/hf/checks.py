@@ -89,7 +89,8 @@ def check_owner(
         if pool.owner.get(name, found) != found:
             raise PoolError(
                 f"{what} belongs to {pool.owner.get('model') or 'another model'} with {name} "
-                f"{pool.owner[name][:12]}, this one has {found[:12]}. Build the pool again."
+                f"{pool.owner[name][:12]}, this one has {found[:12]} (other weights, or the same "
+                "in another dtype). Build the pool again."
             )
 
 

@@ -27,19 +27,19 @@ class ObservedLayer(DynamicLayer):
     def update(
         self,
         key_states: Float[Tensor, "batch head new dim"],
-        value_states: Float[Tensor, "batch head new dim"],
+        value_states: Float[Tensor, "batch head new value_dim"],
         *args: Any,
         **kwargs: Any,
-    ) -> tuple[Float[Tensor, "batch head token dim"], Float[Tensor, "batch head token dim"]]:
-        """Append and return keys and values; the keys carry the handle.
+    ) -> tuple[Float[Tensor, "batch head token dim"], Float[Tensor, "batch head token value_dim"]]:
+        """Append and return keys and values; both carry the handle.
 
-        They are another tensor object than the layer's own: tensors that refer to what holds them
+        They are other tensor objects than the layer's own: tensors that refer to what holds them
         would never be freed.
         """
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        handle: Any = keys.view(keys.shape)
-        handle.polykv_observer = self
-        return handle, values
+        sides = super().update(key_states, value_states, *args, **kwargs)
+        keys, values = (side.view(side.shape) for side in sides)
+        keys.polykv_observer = values.polykv_observer = self
+        return keys, values
 
     def after_attention(self, queries: Queries, scale: float | None) -> None:
         """Called by the attention function."""
@@ -53,11 +53,19 @@ def observe(
     """One prefill: every layer's keys and values, and what `see(layer, observation)` returned.
 
     Queries are held for one layer at a time.
+
+    Raises:
+        ValueError: the model's attention gets other keys than its cache stored.
     """
     seen: dict[int, T] = {}
     n_layers = model.config.get_text_config().num_hidden_layers
     cache = _watched(n_layers, lambda i, layer: seen.update({i: see(i, layer)}))
     compat.forward(model.base_model, ids.to(model.device), cache)
+    if len(seen) < n_layers:
+        raise ValueError(
+            f"{model.config.model_type} changes keys after its cache has stored them, which a pool "
+            "can not read. Use a model that does not, such as Llama, Qwen, Mistral or Phi-3."
+        )
     layers = [LayerKV(keys=layer.keys, values=layer.values) for layer in cache.layers]
     return layers, [seen[i] for i in range(n_layers)]
 

@@ -112,6 +112,8 @@ def _reachable(hub_id: str) -> bool:
 def _unknown(name: str) -> str:
     names = [EMBEDDED, *HUB_IDS]
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5) or names
+    if name.startswith(("/", ".", "~")):
+        return f"there is no model folder {name!r}; pass the path of one that holds a config.json."
     return (
         f"unknown model {name!r}; near names are {', '.join(near)}. "
         "Or pass a hub id (owner/model) or the path of a model folder."

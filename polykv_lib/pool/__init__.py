@@ -1,6 +1,6 @@
 """Codes -> one pool: build it, count it, save it, open it."""
 
-from polykv_lib.pool.freeze import Codecs, freeze
+from polykv_lib.pool.freeze import Codecs, check_codecs, freeze
 from polykv_lib.pool.pieces import Piece, PoolError, Stored
 from polykv_lib.pool.shared import SharedKVPool, load
 from polykv_lib.pool.sizes import SIZE_OF_ID, layer_nbytes, layers_nbytes, sizes_of
@@ -15,6 +15,7 @@ __all__ = [
     "Side",
     "Stored",
     "Tiered",
+    "check_codecs",
     "freeze",
     "is_lossless",
     "layer_nbytes",

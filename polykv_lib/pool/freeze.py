@@ -11,7 +11,7 @@ from polykv_lib.kv import Geometry, KeptTokens, LayerKV
 from polykv_lib.pool.pieces import Piece, PoolError, Stored, located
 from polykv_lib.pool.shared import CacheFactory, SharedKVPool
 from polykv_lib.pool.tiered import Side, Tiered, is_lossless, tiers
-from polykv_lib.quantize import FullPrecision, Quantizer
+from polykv_lib.quantize import FullPrecision, Quantizer, check_codec
 from polykv_lib.quantize.base import all_finite, encode
 
 Codecs: TypeAlias = Side | Sequence[Side]  # for every layer, or one a layer
@@ -47,7 +47,9 @@ def freeze(
     Raises:
         PoolError: no layer, tensors of other shapes, NaN or infinity in keys or values, codecs for
             another number of layers, or kept tokens that are not the document's.
+        ValueError: what is no codec.
     """
+    check_codecs(keys, values)
     if n_sink < 0:
         raise PoolError(f"n_sink={n_sink}; pass the number of first tokens to protect, 0 for none.")
     frozen = []
@@ -80,6 +82,18 @@ def freeze(
         owner=owner or {},
         cache_factory=cache_factory,
     )
+
+
+def check_codecs(keys: object, values: object) -> None:
+    """Refuse what is no codec, nor a list of them.
+
+    Raises:
+        ValueError: names the side and what was given.
+    """
+    for name, codecs in (("keys", keys), ("values", values)):
+        for codec in codecs if isinstance(codecs, list | tuple) else (codecs,):
+            if not isinstance(codec, Tiered):
+                check_codec(codec, name)
 
 
 def _checked_kept(

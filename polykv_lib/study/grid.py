@@ -122,7 +122,7 @@ def expand(
         experiments = filter(None, (parameters.schema_of(name).experiment for name in known))
         raise ParameterError(
             f"{' '.join(only)} matches no notebook of the grid: {', '.join(known)}; "
-            f"and no experiment: {', '.join(experiments)}"
+            f"and no experiment: {', '.join(experiments)}. Other profiles hold more: --profile."
         )
     schemas = [parameters.schema_of(entry.notebook) for entry in entries]
     names = dict.fromkeys(name for schema in schemas for name in schema.model_fields)

@@ -4,11 +4,21 @@ import inspect
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import polykv_lib as pk
 from polykv_lib import hf
 from polykv_lib.evict import H2O, LayerPlan, Plan
+from polykv_lib.hf.compat import cache_argument
 from polykv_lib.kv import LayerKV
 from polykv_lib.pool import PoolError, freeze
 
@@ -81,10 +91,53 @@ def test_kept_tokens_are_those_of_every_head(kept, message):
         inspect.unwrap(freeze)(layers, **PAPER, kept=kept)
 
 
-def test_a_plan_is_no_path(llama, tokens):
-    unchecked = inspect.unwrap(pk.prefill)
+@pytest.mark.parametrize(("function", "options"), [(pk.prefill, {}), (pk.build_pool, PAPER)])
+def test_a_plan_is_no_path(llama, tokens, function, options):
+    unchecked = inspect.unwrap(function)
     with pytest.raises(ValueError, match=r"plan='plan.yaml'; pass a Plan. Plan.load\(path\) reads"):
-        unchecked(llama, tokens(1, 8), "plan.yaml")
+        unchecked(llama, tokens(1, 8), plan="plan.yaml", **options)
+
+
+def test_bare_tensors_take_codecs_too():
+    layers = [LayerKV(keys=torch.randn(1, 2, 8, 64), values=torch.randn(1, 2, 8, 64))]
+    with pytest.raises(ValueError, match=r"keys='int8'; pass a codec, such as pk.Int8"):
+        inspect.unwrap(freeze)(layers, keys="int8", values=pk.TurboQuant(3))
+
+
+def test_generating_without_the_documents_tokens(llama, tokens):
+    pool = pk.build_pool(llama, tokens(1, 8), **PAPER)
+    with pytest.raises(PoolError, match="no token is new: the cache has seen 8 already"):
+        llama.generate(
+            tokens(2, 3), max_new_tokens=2, **{cache_argument(llama): pool.agent_cache(2)}
+        )
+
+
+def test_a_model_that_changes_values_after_its_cache(tokens):
+    config = DiffLlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, max_position_embeddings=64,
+    )  # fmt: skip
+    model = pk.prepare(DiffLlamaForCausalLM(config).eval())
+    refused = "DiffLlamaAttention changes values after its cache has stored them"
+    with pytest.raises(ValueError, match=refused):
+        pk.build_pool(model, tokens(1, 8), **PAPER)
+    layers = [LayerKV(keys=torch.randn(1, 2, 8, 16), values=torch.randn(1, 2, 8, 16))] * 2
+    lossless = {"keys": pk.FullPrecision(), "values": pk.FullPrecision()}
+    pool = hf.share(model, layers, tokens(1, 8), **lossless)
+    with pytest.raises(ValueError, match=refused):
+        hf.logits(model, pool.agent_cache(1), tokens(1, 2), 8)
+
+
+def test_a_model_that_changes_keys_after_its_cache(tokens):
+    config = DeepseekV2Config(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
+        kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+        first_k_dense_replace=2, vocab_size=128, max_position_embeddings=64,
+    )  # fmt: skip
+    model = pk.prepare(DeepseekV2ForCausalLM(config).eval())
+    with pytest.raises(ValueError, match="deepseek_v2 changes keys after its cache has stored"):
+        pk.build_pool(model, tokens(1, 8), **PAPER)
 
 
 def test_a_model_that_was_not_prepared(llama, tokens):
