@@ -74,6 +74,12 @@ PLANS = {
             "rank_among_shuffles",
         ),
     ),
+    "signal_answers": Own(
+        title="Free answers under the plans of one signal at prefill (mean over tasks)",
+        table="signal_answers",
+        by=("model", "suite", "question", "keep", "varied", "signal", "direction"),
+        metrics=("score",),
+    ),
     "phases": Own(
         title="Policies by phase: KL beside the best single policy's in the same phase",
         table="phases",

@@ -94,6 +94,16 @@ def _candidate(name: str) -> str:
     return name
 
 
+def _answering(name: str) -> str:
+    from polykv_lib.study.experiments.eviction_items import METHODS
+    from polykv_lib.study.experiments.eviction_plans import LEVELS, PAPER_B, PPL_BUDGETS
+
+    known = (*METHODS, PAPER_B, PPL_BUDGETS, *LEVELS)
+    if name not in known:
+        raise ValueError(f"no policy or plan {name!r}; choose from: {', '.join(known)}.")
+    return name
+
+
 def _control(name: str) -> str:
     from polykv_lib.study.experiments.controls import control
 
@@ -118,6 +128,7 @@ Controls = Several[Annotated[Text, AfterValidator(_control)]]
 OneGeometry = Annotated[Text, AfterValidator(_geometry)]
 Geometries = Several[OneGeometry]
 Policies = Several[Annotated[Text, AfterValidator(_policy)]]
+Answering = SeveralOrNone[Annotated[Text, AfterValidator(_answering)]]
 Candidates = Several[Annotated[Text, AfterValidator(_candidate)]]
 
 
@@ -152,6 +163,9 @@ class Parameters(BaseModel):
 class ExperimentParameters(Parameters):
     """What every notebook with an experiment takes."""
 
+    # Parameters younger than the first stored points, at the value that changes nothing.
+    added: ClassVar[dict[str, Any]] = {}
+
     MODEL: NonEmpty
     SEED: CountOrZero
     FORCE: Flag
@@ -160,4 +174,5 @@ class ExperimentParameters(Parameters):
     @property
     def resolved(self) -> dict[str, Any]:
         """The parameters that decide the numbers, and so the key."""
-        return self.model_dump(exclude={"PROFILE", "OUT_DIR", "FORCE", "TIME_BUDGET_MIN"})
+        idle = {name for name, value in self.added.items() if getattr(self, name) == value}
+        return self.model_dump(exclude={"PROFILE", "OUT_DIR", "FORCE", "TIME_BUDGET_MIN"} | idle)

@@ -1,10 +1,11 @@
 """The parameters of each notebook: which there are, and what each may be."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from polykv_lib.study.param_types import (
+    Answering,
     Bits,
     Candidates,
     Codecs,
@@ -105,6 +106,7 @@ class PlanRecovery(ExperimentParameters):
     """What per-layer plans win back of the quality that eviction costs."""
 
     experiment = "plan_recovery"
+    added: ClassVar = {"ANSWERING": []}
 
     SUITE: Literal["offline", "ruler", "longbench"]
     LONGBENCH_DIR: Text
@@ -119,6 +121,7 @@ class PlanRecovery(ExperimentParameters):
     PLANS: Several[Literal["paper-b", "gain-curve", "gain-curve-heads"]]
     CODECS: Codecs
     MAX_NEW_TOKENS: CountOrZero
+    ANSWERING: Answering
     N_BOOT: Count
 
 
@@ -126,8 +129,10 @@ class PlanAblations(ExperimentParameters):
     """What makes a plan good: signals, budgets, placement, content, heads."""
 
     experiment = "plan_ablations"
+    added: ClassVar = {"LONGBENCH_DIR": "", "MAX_NEW_TOKENS": 0}
 
-    SUITE: Literal["offline", "ruler"]
+    SUITE: Literal["offline", "ruler", "longbench"]
+    LONGBENCH_DIR: Text
     TASKS: Several[NonEmpty]
     N_ITEMS: Count
     N_CALIBRATION: Count
@@ -138,6 +143,7 @@ class PlanAblations(ExperimentParameters):
     N_SHUFFLES: Count
     N_BUDGET_SHUFFLES: Count
     PHASE_TASKS: SeveralOrNone[NonEmpty]
+    MAX_NEW_TOKENS: CountOrZero
     N_BOOT: Count
 
 

@@ -14,6 +14,7 @@ from polykv_lib.study.schemas import (
     PlanRecovery,
     PplInversion,
 )
+from polykv_lib.tasks import longbench, offline_suite, ruler
 
 QUESTION_TOKENS = 60  # of an agent's question in its chat turn, or of an item's tail
 METHODS = 4  # ways of decoding that memory_scaling times; one decodes agent after agent
@@ -51,14 +52,16 @@ def work_of(chosen: ExperimentParameters) -> Work | None:
             return _agents(chosen)
         case PlanRecovery():
             methods = len(chosen.POLICIES) + 2 * len(chosen.PLANS) + 2 * len(chosen.CODECS)
-            answered = 1 + 2 * len(chosen.KEEP)  # the full cache, the best single policy, ours
-            steps = answered * chosen.MAX_NEW_TOKENS
-            return _plans(chosen, len(chosen.KEEP), methods, steps)
+            of_budget = 2 + len(chosen.ANSWERING)  # the best single policy, ours
+            answered = 1 + len(chosen.KEEP) * of_budget  # and the full cache
+            return _plans(chosen, len(chosen.KEEP), methods, answered * _answer_tokens(chosen))
         case PlanAblations():
             methods = chosen.N_SHUFFLES + chosen.N_BUDGET_SHUFFLES + 8 * len(chosen.CANDIDATES)
             # Ten plans decode 64 tokens of each phase task's items and of as many quotations.
-            steps = 2 * 10 * 64 * len(chosen.PHASE_TASKS) // len(chosen.TASKS)
-            return _plans(chosen, 1, methods, steps)
+            steps = 2 * 10 * 64 * chosen.N_ITEMS * len(chosen.PHASE_TASKS)
+            free = _answer_tokens(chosen)  # each item is read once more, and nine plans answer
+            reread = chosen.N_ITEMS * len(chosen.TASKS) * chosen.CONTEXT_TOKENS if free else 0
+            return _plans(chosen, 1, methods, steps + 10 * free, reread)
         case JointPlan():
             return _joint(chosen)
     return None
@@ -153,14 +156,28 @@ def _joint(p: JointPlan) -> Work:
     )
 
 
-def _plans(p: PlanRecovery | PlanAblations, n_keep: int, methods: int, steps: int) -> Work:
-    n_test, n_calibration = p.N_ITEMS * len(p.TASKS), p.N_CALIBRATION * len(p.TASKS)
+def _answer_tokens(p: PlanRecovery | PlanAblations) -> int:
+    """Tokens of one free answer to every test item, each as long as its task allows."""
+    own = {
+        "longbench": {name: task.max_new_tokens for name, task in longbench.tasks().items()},
+        "ruler": ruler.MAX_NEW_TOKENS,
+    }.get(p.SUITE, {})
+    most = p.MAX_NEW_TOKENS
+    return p.N_ITEMS * sum(min(most, own.get(task, most)) for task in p.TASKS)
+
+
+def _plans(
+    p: PlanRecovery | PlanAblations, n_keep: int, methods: int, steps: int, reread: int = 0
+) -> Work:
+    known = offline_suite.TASKS if p.SUITE == "longbench" else p.TASKS  # to calibrate on
+    n_test, n_calibration = p.N_ITEMS * len(p.TASKS), p.N_CALIBRATION * len(known)
     evicted_alone = n_calibration * n_keep * (1 + len(p.CANDIDATES)) * ERROR_POINTS
     return Work(
         read=(n_test + n_calibration) * p.CONTEXT_TOKENS
+        + reread
         + n_test * n_keep * methods * QUESTION_TOKENS,
         read_a_layer=evicted_alone * QUESTION_TOKENS // 2,  # through half of the layers, on average
-        steps=n_test * steps,
+        steps=steps,
         document=p.CONTEXT_TOKENS,
         agents=1,
         own=QUESTION_TOKENS,

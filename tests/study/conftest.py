@@ -222,6 +222,7 @@ def _budget(setting: dict[str, Any]) -> Iterator[Row]:
         varied = setting | {"varied": "policies", "signal": "cosine", "direction": direction}
         yield _row("ablations", "kl_nats", 0.8 + i, "nats", n=12, lo=0.7 + i, hi=1.0 + i, **varied)
         yield _row("phases", "kl_nats", 0.3 + i, "nats", n=8, phase="decode", **varied)
+        yield _row("signal_answers", "score", 0.3 - 0.1 * i, "share", n=12, **varied)
 
 
 def _joint() -> Iterator[Row]:

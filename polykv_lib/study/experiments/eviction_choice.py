@@ -8,7 +8,7 @@ is then made from all items.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from polykv_lib import hf
 from polykv_lib.calibration import EncodedItem, Measurements, PlanScore, choose
 from polykv_lib.hf.calibration import FRACTIONS, measure
 from polykv_lib.study.experiments.common import Say
-from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, PlanFor, single
+from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, Kept, PlanFor, single
 from polykv_lib.study.experiments.eviction_plans import (
     BUDGETS_ALONE,
     LEVELS,
@@ -44,6 +44,8 @@ class Considered:
     candidates: Sequence[str]  # what our plans choose from
     plans: Sequence[str]
     seed: int  # of the shuffled control
+    kept: Callable[[float], Kept] = lambda keep: keep  # what a share stands for
+    answering: Sequence[str] = ()  # freely, beside the best single policy and ours
 
     @property
     def levels(self) -> list[str]:
@@ -66,7 +68,9 @@ def compared(
     """
     keeps = considered.keeps
     n_layers = model.config.get_text_config().num_hidden_layers
-    singles = {k: {n: single(n, k, n_layers) for n in considered.policies} for k in keeps}
+    singles = {
+        k: {n: single(n, considered.kept(k), n_layers) for n in considered.policies} for k in keeps
+    }
     uniform = {k: {n: own[n] for n in considered.uniform} for k, own in singles.items()}
     scores = part("singles", scores_of, model, items, uniform, say)
     best = {k: least(scores[k], uniform[k]) for k in keeps}
@@ -122,7 +126,7 @@ def _compared(
     ours = {**each, **rivals}[chosen]
     made = {name: rivals[name] for name in considered.levels}
     if PAPER_B in considered.plans:
-        made = paper_b(replace(routed, target=keep), gains, keep) | made
+        made = paper_b(replace(routed, target=keep), gains, considered.kept(keep)) | made
     return Compared(
         keep=keep,
         best=best,
@@ -134,6 +138,7 @@ def _compared(
             SHUFFLED: shuffled_budgets(ours, considered.seed),
         },
         held_out=held_out,
+        answering=considered.answering,
     )
 
 
@@ -141,7 +146,7 @@ def _rivals(
     gains: Measurements, keep: float, best: str, considered: Considered
 ) -> dict[str, PlanFor]:
     """Our plans, and the best single policy under the budgets of each."""
-    plans = {name: gain_curve(name, gains, keep) for name in considered.levels}
+    plans = {n: gain_curve(n, gains, considered.kept(keep)) for n in considered.levels}
     return plans | {f"best single, {n} budgets": budgets_of(p, best) for n, p in plans.items()}
 
 

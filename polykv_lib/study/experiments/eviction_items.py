@@ -99,6 +99,17 @@ class Wanted:
         check_disjoint(calibration, test)
         return calibration, test
 
+    def kept(self, keep: float) -> Kept:
+        """What a share of the tokens stands for: on LongBench as many tokens in every context.
+
+        They are the share of `context_tokens`, at most half of a shorter context; the budgets of
+        arXiv:2606.15157 are numbers of tokens, too.
+        """
+        if self.suite != "longbench":
+            return keep
+        budget = round(keep * self.context_tokens)
+        return lambda n_tokens: min(budget, n_tokens // 2)
+
     def _asked(self, tokenizer: Any, split: Split, tasks: Sequence[str], n: int) -> list[Asked]:
         items = [item for task in tasks for item in self._items(tokenizer, task, split, n)]
         return [Asked(item=item, encoded=self._encoded(tokenizer, item)) for item in items]

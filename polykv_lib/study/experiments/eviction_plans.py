@@ -20,6 +20,7 @@ from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, Kept,
 from polykv_lib.study.experiments.eviction_scores import FULL, Method
 
 PAPER_B: Final = "paper-b"
+PPL_BUDGETS: Final = f"{PAPER_B}, ppl budgets"
 LEVELS: Final[dict[str, Literal["layer", "head"]]] = {
     "gain-curve": "layer",
     "gain-curve-heads": "head",
@@ -35,7 +36,8 @@ SHUFFLED: Final = "ours, budgets shuffled"
 class Compared:
     """All methods at one budget, and the single policy that plans are measured against.
 
-    `chosen` is what `ours` stands for, `held_out` the scores that chose it.
+    `chosen` is what `ours` stands for, `held_out` the scores that chose it. The methods in
+    `answering` answer freely beside the best single policy and ours.
     """
 
     keep: float
@@ -45,6 +47,7 @@ class Compared:
     made: Mapping[str, PlanFor]
     controls: Mapping[str, PlanFor]
     held_out: Sequence[PlanScore]
+    answering: Sequence[str] = ()
 
     @property
     def ours(self) -> str:
@@ -56,7 +59,13 @@ class Compared:
         """Everything that is scored on test items."""
         everything = {**self.single, **self.made, **self.controls}
         return [
-            Method(keep=self.keep, name=name, plan=plan, is_finalist=name in (self.best, self.ours))
+            Method(
+                keep=self.keep,
+                name=name,
+                plan=plan,
+                is_finalist=name in (self.best, self.ours),
+                answers=name in self.answering,
+            )
             for name, plan in everything.items()
         ]
 
@@ -104,13 +113,13 @@ def paper_b(routed: Measurements, sensitivity: Measurements, keep: Kept) -> dict
             )
         )
 
-    return {PAPER_B: cosine, f"{PAPER_B}, ppl budgets": with_budgets}
+    return {PAPER_B: cosine, PPL_BUDGETS: with_budgets}
 
 
-def gain_curve(name: str, gains: Measurements, keep: float) -> PlanFor:
+def gain_curve(name: str, gains: Measurements, keep: Kept) -> PlanFor:
     """Budgets by gain x error curve; each layer's policy is the candidate of least error there."""
     recipe = Recipe(level=LEVELS[name])
-    return lambda n: solve(gains, recipe, n_tokens=n, budget=round(keep * n)).plan
+    return lambda n: solve(gains, recipe, n_tokens=n, budget=n_kept(keep, n)).plan
 
 
 def budgets_of(plan: PlanFor, policy: str) -> PlanFor:

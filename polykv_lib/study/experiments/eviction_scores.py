@@ -45,12 +45,13 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to evict at one budget; a finalist takes every codec, and answers freely."""
+    """One way to evict at one budget; a finalist takes every codec, and answers freely too."""
 
     keep: float
     name: str
     plan: PlanFor
     is_finalist: bool = False
+    answers: bool = False  # freely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ def results(
         asked: the item.
         methods: at any number of budgets.
         codecs: names of `presets`; all for finalists and the full cache, else the first.
-        max_new_tokens: of a finalist's free answer, through the first codec; 0: none is generated.
+        max_new_tokens: of a free answer, through the first codec; 0: none is generated.
 
     Raises:
         RuntimeError: a plan evicted nothing, or plans of a budget keep different totals.
@@ -146,7 +147,8 @@ def results(
         yield from (replace(result, keep=keep) for result in in_full)
     for m, kept in zip(methods, read.of_plans, strict=True):
         for name in codecs if m.is_finalist else codecs[:1]:
-            yield answered(kept, name, freely=m.is_finalist, keep=m.keep, method=m.name)
+            freely = m.is_finalist or m.answers
+            yield answered(kept, name, freely=freely, keep=m.keep, method=m.name)
 
 
 def bytes_in_bf16(pool: SharedKVPool) -> int:

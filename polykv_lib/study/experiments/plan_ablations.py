@@ -17,7 +17,7 @@ from polykv_lib import hf
 from polykv_lib.calibration import PlanScore, macro_kl
 from polykv_lib.hf.calibration import measure, points_for
 from polykv_lib.metrics.intervals import stratified
-from polykv_lib.study.experiments import plan_phases
+from polykv_lib.study.experiments import plan_answers, plan_phases
 from polykv_lib.study.experiments.common import Say, Timer, facts, row, settings
 from polykv_lib.study.experiments.eviction_items import POLICIES, Wanted, single
 from polykv_lib.study.experiments.eviction_plans import best_single
@@ -32,7 +32,8 @@ from polykv_lib.study.record import Outcome, Row
 class Settings(Wanted):
     """One point; placements of the policies and of the budgets are drawn by chance.
 
-    `phase_tasks` have answers long enough for a decode phase; none: no table of phases.
+    `phase_tasks` have answers long enough for a decode phase; none: no table of phases. Plans at
+    prefill answer freely, up to `max_new_tokens`; 0: they do not.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Settings(Wanted):
     n_budget_shuffles: int
     phase_tasks: Sequence[str]
     n_boot: int
+    max_new_tokens: int = 0
 
 
 def run(params: Mapping[str, Any], say: Say) -> Outcome:
@@ -55,7 +57,8 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     calibration, test = point.both(tokenizer)
     items = [a.encoded for a in calibration]
     n_layers = model.config.get_text_config().num_hidden_layers
-    each = {name: single(name, point.keep, n_layers) for name in point.candidates}
+    kept = point.kept(point.keep)
+    each = {name: single(name, kept, n_layers) for name in point.candidates}
     best = part("best", best_single, model, items, each, say)
     measuring: dict[str, Any] = {
         "target": point.keep,
@@ -63,7 +66,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
         "policies": [POLICIES[name] for name in point.candidates],
     }
     gains = part("measured", measure, model, items, say=say, **measuring)
-    made = list(variants(gains, best, each[best]))
+    made = list(variants(gains, best, each[best], kept))
     counts: dict[What, int] = {"policies": point.n_shuffles, "budgets": point.n_budget_shuffles}
     drawn = list(placements(made, counts, point.seed))
     plans = {v.name: v.plan for v in [*made, *drawn]}
@@ -71,11 +74,17 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     scores = part("test", hf.evaluate_plans, model, tested, plans, say=say)
     _check(scores, model)
     found, samples = list(rows(scores, made, drawn, point)), _samples(scores, drawn)
+    if point.max_new_tokens:
+        limits: dict[str, Any] = {"keep": point.keep, "max_new_tokens": point.max_new_tokens}
+        answers = plan_answers.answered(model, tokenizer, test, made, say, **limits)
+        sampling = {"seed": point.seed, "n_resamples": point.n_boot}
+        found += plan_answers.rows(answers, made, _shared(point), **sampling)
+        samples += plan_answers.samples(answers)
     if point.phase_tasks:
         before, after = replace(point, tasks=point.phase_tasks).both(tokenizer)
         asked = long_answers(before), say
         of_phases = part("phases", plan_phases.measured, model, *asked, **measuring)
-        phased = list(plan_phases.variants(of_phases, best, each[best]))
+        phased = list(plan_phases.variants(of_phases, best, each[best], kept))
         plans = {v.name: v.plan for v in phased}
         scores = part("phases-test", hf.evaluate_plans, model, long_answers(after), plans, say=say)
         after_prefill = {v.name for v in phased if v.phase != "decode"}
@@ -186,15 +195,16 @@ def _means(
 
 
 def _dims(variant: Variant, point: Settings) -> dict[str, Any]:
-    return {
-        "model": point.model,
-        "suite": point.suite,
-        "question": point.question,
-        "keep": point.keep,
+    return _shared(point) | {
         "varied": variant.group,
         "signal": variant.signal,
         "direction": variant.direction,
     }
+
+
+def _shared(point: Settings) -> dict[str, Any]:
+    names = ("model", "suite", "question", "keep")
+    return {name: getattr(point, name) for name in names}
 
 
 def _samples(scores: Sequence[PlanScore], drawn: Sequence[Variant]) -> list[dict[str, Any]]:

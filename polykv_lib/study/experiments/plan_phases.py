@@ -13,7 +13,7 @@ from polykv_lib.calibration.solve import PatternSignal
 from polykv_lib.evict import FullKV, Plan
 from polykv_lib.hf.calibration import measure
 from polykv_lib.study.experiments.common import Say
-from polykv_lib.study.experiments.eviction_items import Asked, PlanFor
+from polykv_lib.study.experiments.eviction_items import Asked, Kept, PlanFor
 from polykv_lib.study.experiments.plan_variants import Variant, direction, solved
 
 PHASES: Final = ("prefill", "decode", "both")
@@ -55,7 +55,9 @@ def measured(
     }
 
 
-def variants(of: Mapping[str, Measurements], best: str, uniform: PlanFor) -> Iterator[Variant]:
+def variants(
+    of: Mapping[str, Measurements], best: str, uniform: PlanFor, kept: Kept
+) -> Iterator[Variant]:
     """By phase: the best single policy first, then each signal's routing and its opposite."""
     for phase in PHASES:
         yield Variant(
@@ -68,7 +70,7 @@ def variants(of: Mapping[str, Measurements], best: str, uniform: PlanFor) -> Ite
         for pattern in PATTERNS:
             recipe = Recipe(pattern_signal=pattern, budget_signal="uniform")
             for own in (recipe, replace(recipe, inverse_patterns=True)):
-                plans = {name: solved(m, own) for name, m in of.items()}
+                plans = {name: solved(m, own, kept) for name, m in of.items()}
                 yield Variant(
                     group="policies",
                     signal=pattern,

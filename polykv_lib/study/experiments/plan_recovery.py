@@ -28,7 +28,7 @@ class Settings(Wanted):
     """One point. `policies` are compared, and are what paper B's plan chooses from.
 
     Passes with a single layer evicted, which cost most, are made for the `candidates` alone, at the
-    first `keep`.
+    first `keep`. The methods in `answering` answer freely, as the best single policy and ours do.
     """
 
     model: str
@@ -39,6 +39,7 @@ class Settings(Wanted):
     codecs: Sequence[str]
     max_new_tokens: int
     n_boot: int
+    answering: Sequence[str] = ()
 
 
 def run(params: Mapping[str, Any], say: Say) -> Outcome:
@@ -56,6 +57,8 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
         candidates=point.candidates,
         plans=point.plans,
         seed=point.seed,
+        kept=point.kept,
+        answering=point.answering,
     )
     chosen = eviction_choice.compared(model, [a.encoded for a in calibration], considered, say)
     calibrated = timer.seconds

@@ -6,7 +6,7 @@ from typing import Final, Literal, TypeAlias
 
 from polykv_lib.calibration import Measurements, Recipe, shuffled, solve
 from polykv_lib.calibration.solve import BudgetSignal, PatternSignal
-from polykv_lib.study.experiments.eviction_items import POLICIES, RETRIEVAL, PlanFor
+from polykv_lib.study.experiments.eviction_items import POLICIES, RETRIEVAL, Kept, PlanFor, n_kept
 
 What: TypeAlias = Literal["policies", "budgets"]
 PATTERNS: Final[tuple[PatternSignal, ...]] = ("cosine", "ppl", "error")
@@ -31,9 +31,9 @@ class Variant:
         return f"{self.group} by {self.signal}, {self.direction} at {self.phase}"
 
 
-def solved(measured: Measurements, recipe: Recipe) -> PlanFor:
+def solved(measured: Measurements, recipe: Recipe, kept: Kept) -> PlanFor:
     """The recipe's plan for any number of tokens."""
-    return lambda n_tokens: solve(measured, recipe, n_tokens=n_tokens).plan
+    return lambda n: solve(measured, recipe, n_tokens=n, budget=n_kept(kept, n)).plan
 
 
 def direction(recipe: Recipe) -> str:
@@ -41,12 +41,12 @@ def direction(recipe: Recipe) -> str:
     return "inverse" if recipe.inverse_patterns or recipe.inverse_budgets else "forward"
 
 
-def variants(measured: Measurements, best: str, uniform: PlanFor) -> Iterator[Variant]:
+def variants(measured: Measurements, best: str, uniform: PlanFor, kept: Kept) -> Iterator[Variant]:
     """Every plan but the shuffled ones; the best single policy comes first."""
     policy = POLICIES[best]
 
     def by(group: str, signal: str, recipe: Recipe, of: Measurements = measured) -> Variant:
-        plan = solved(of, recipe)
+        plan = solved(of, recipe, kept)
         return Variant(group=group, signal=signal, direction=direction(recipe), plan=plan)
 
     yield Variant(group="single", signal=best, direction="uniform", plan=uniform)
