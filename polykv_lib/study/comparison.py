@@ -4,12 +4,12 @@ A published number is never copied into our column, and a missing one says why i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from polykv_lib.study.comparison_tasks import answered_runs, task_answer
 from polykv_lib.study.published import (
     POOL,
     SHAPES,
@@ -22,29 +22,21 @@ from polykv_lib.study.published import (
 )
 from polykv_lib.study.record import Record
 from polykv_lib.study.rows import family, pick, tidy
+from polykv_lib.study.status import (
+    DIFFERS,
+    NOT_COMPARABLE,
+    NOT_RUN,
+    REPRODUCED,
+    Ours,
+    of_interval,
+)
 
-REPRODUCED, DIFFERS = "reproduced", "differs"
-NOT_COMPARABLE, NOT_RUN = "not comparable", "not run here"
 TOLERANCE = {"GB": 0.0015, "%": 0.1}  # without an interval; otherwise the interval decides
 UNPUBLISHED_TEXTS = {"ARPANET", "Wikipedia articles"}
 COLUMNS = (
     *("paper table", "row", "metric", "unit", "paper", "ours", "delta", "delta %", "n"),
     *("95 % lo", "95 % hi", "model (paper)", "model (ours)", "kind", "status", "why"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ours:
-    """Our side of one comparison; `value` is None where nothing was run."""
-
-    status: str
-    why: str
-    value: float | None = None
-    n: int | None = None
-    lo: float | None = None
-    hi: float | None = None
-    model: str = ""
-    kind: str = ""
 
 
 def paper_vs_ours(records: Sequence[Record], papers_root: Path) -> pd.DataFrame:
@@ -57,8 +49,13 @@ def paper_vs_ours(records: Sequence[Record], papers_root: Path) -> pd.DataFrame:
     Returns:
         One line a published number, in the order of the CSV files.
     """
-    ours = tidy(records)
-    return _frame([(row, _answer(row, ours)) for row in published_rows(papers_root)])
+    ours, answered = tidy(records), answered_runs(records)
+    return _frame(
+        [
+            (row, _answer(row, ours) if row.paper == POOL else task_answer(row, answered))
+            for row in published_rows(papers_root)
+        ]
+    )
 
 
 def same_protocol(records: Sequence[Record], papers_root: Path) -> pd.DataFrame:
@@ -87,8 +84,6 @@ def same_protocol(records: Sequence[Record], papers_root: Path) -> pd.DataFrame:
 
 
 def _answer(row: Published, ours: pd.DataFrame) -> Ours:
-    if row.paper != POOL:
-        return Ours(status=NOT_RUN, why="the published models and benchmarks need a GPU")
     if row.metric in _MEMORY:
         return _MEMORY[row.metric](row, ours)
     return _quality(row, ours)
@@ -165,9 +160,7 @@ def _quality(row: Published, ours: pd.DataFrame) -> Ours:
         return _measured(found, NOT_COMPARABLE, why)
     if found["text"] != row.text:
         return _measured(found, NOT_COMPARABLE, f"same model, another text than {row.text}")
-    inside = _inside(found, row.value)
-    why = f"the published value is {'inside' if inside else 'outside'} our 95 % interval"
-    return _measured(found, REPRODUCED if inside else DIFFERS, why)
+    return _measured(found, *of_interval(_inside(found, row.value)))
 
 
 def _perplexities(row: Published, ours: pd.DataFrame) -> pd.DataFrame:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pandas as pd
 
+from polykv_lib.study.published_tasks import Scored, scored_of
+
 PREFIX_SHARE = 0.7  # the first 70 % of a text is prefilled and compressed, the rest is scored
 BYTES = {"float32": 4, "bfloat16": 2}
 REAL_TOKENS = {600: 826}  # the label "600" counts words; the published text has 826 tokens
@@ -65,6 +67,7 @@ class Published:
     text: str = ""
     label_tokens: int = 0
     n_agents: int = 0
+    scored: Scored | str = ""  # of a benchmark: what was scored, or why it cannot be here
 
 
 def cached_tokens(label_tokens: int) -> int:
@@ -175,4 +178,5 @@ def _task_rows(papers_root: Path, name: str) -> Iterator[Published]:
                     model=run.get(
                         "model", _MODEL_OF_COLUMN.get(metric.split("_")[0], "Llama-3.1-8B")
                     ),
+                    scored=scored_of(name, run, metric),
                 )
