@@ -14,7 +14,7 @@ import polykv_lib
 from polykv_lib.study import params as parameters
 from polykv_lib.study import parts, platform, provenance
 from polykv_lib.study.estimate import estimate, this_machine
-from polykv_lib.study.own import OWN, own_table
+from polykv_lib.study.own import OWN, RUN, own_table
 from polykv_lib.study.params import ExperimentParameters, Parameters
 from polykv_lib.study.parts import Parts
 from polykv_lib.study.record import Failure, Outcome, Record
@@ -163,7 +163,7 @@ def show(record: Record, table: str) -> pd.DataFrame:
     """
     numbers = tidy([record])
     if table in OWN:
-        return own_table(numbers, OWN[table]).drop(columns="profile", errors="ignore")
+        return own_table(numbers, OWN[table]).drop(columns=["profile", RUN], errors="ignore")
     lines = pick(numbers, table=table).drop(columns=["profile", "experiment", "key", "table"])
     return lines.dropna(axis="columns", how="all").reset_index(drop=True)
 

@@ -26,6 +26,7 @@ from polykv_lib.study.experiments.timing import interleaved_ms
 ANSWER_TOKENS: Final = 64  # `ask`'s default; an agent is weighed after an answer of this length
 PEAK_TOKENS: Final = 4  # new tokens while the peak is taken: it is reached at the first ones
 DENSE: Final = ("expanded-batch", "expanded-folded", "expanded-native")  # that need no pool
+POOLED: Final = ("shared-pool", "pooled-agent")  # that keep a pool beside their caches
 METHODS: Final = ("shared-pool", "expanded-batch", "pooled-agent", "no-document")
 OURS: Final = tuple(
     f"{m}-{how}" for m in ("expanded", "no-document") for how in ("folded", "native")
@@ -107,20 +108,26 @@ class Agents:
         return cache.nbytes / self.n, held_bytes(cache) / self.n
 
     def peak(self) -> tuple[int, str]:
-        """Highest memory of the method above the model, its pool included, and how it was read."""
+        """Highest memory of the method above the model, and how it was read.
+
+        A pool that the method reads was there before and is included.
+        """
         with peak_memory(self.model.device) as peak:
             self.answers([self.question] * self.n, PEAK_TOKENS)
-        return peak.added_bytes + (0 if self.method in DENSE else self.pool.nbytes), peak.source
+        return peak.added_bytes + self._pool_bytes, peak.source
 
     def held(self) -> int:
         """Bytes that pool and caches hold once every agent has read the question."""
-        shared = self.pool.nbytes if self.method in ("shared-pool", "pooled-agent") else 0
-        return shared + sum(held_bytes(cache) for cache, _ in self.asked())
+        return self._pool_bytes + sum(held_bytes(cache) for cache, _ in self.asked())
 
     @property
     def n_copies(self) -> int:
         """Dense copies of the document alive at once."""
         return self.n if self.method in (*DENSE, "pooled-agent") else 0
+
+    @property
+    def _pool_bytes(self) -> int:
+        return self.pool.nbytes if self.method in POOLED else 0
 
     @property
     def _layers(self) -> range:

@@ -32,8 +32,15 @@ COMPARED: Final = {
     "faster_than_native": ("expanded-native", FULL),
     "faster_than_pooled": ("pooled-agent", PAPER),
 }
+FLOORS: Final = {  # the step without a document by the same kernel
+    "expanded-folded": "no-document-folded",
+    "expanded-native": "no-document-native",
+    "expanded-batch": "no-document",
+    "pooled-agent": "no-document",
+}
 FITTED: Final = (("step_ms", "ms_per_agent", "ms"), ("held_bytes", "bytes_per_agent", "B"))
 
+Weight = tuple[int, int | None, str]  # bytes held, peak, and how the peak was read
 Lane = tuple[str, str | None]  # method, and codec of what it reads
 Sample = dict[str, Any]
 
@@ -76,9 +83,11 @@ class Steps:
                 faster = ratio(pool, other) if metric.startswith("over") else ratio(other, pool)
                 dims = dict(at) | {"n_agents": n, "method": "shared-pool", "codec": codec}
                 rows.append(row("speedup", metric, faster, "x", dims))
-        for lane, agents in every.items():
+        weights = {lane: _weight(every[lane]) for lane in times_ms}
+        for lane in every:
             dims = dict(at) | {"n_agents": n, "method": lane[0], "codec": lane[1]}
-            rows += _rows(agents, times_ms.get(lane), dims)
+            rows += _rows(n, times_ms.get(lane), dims)
+            rows += _bytes(lane, weights, dims)
             if lane in times_ms:
                 samples.append(dims | {"step_ms": [round(t, 3) for t in times_ms[lane]]})
         return rows, samples
@@ -89,22 +98,47 @@ class Steps:
         return dense <= 1e9 * self.max_cache_gb
 
 
-def _rows(
-    agents: Agents, times_ms: Sequence[float] | None, dims: Mapping[str, Any]
-) -> Iterator[Row]:
+def _rows(n: int, times_ms: Sequence[float] | None, dims: Mapping[str, Any]) -> Iterator[Row]:
     if times_ms is None:
         yield row("throughput", "step_ms", None, "ms", dims)
         return
     ms = median_interval(times_ms)
-    yield row("throughput", "tokens_per_s", per_second(agents.n, ms), "1/s", dims)
+    yield row("throughput", "tokens_per_s", per_second(n, ms), "1/s", dims)
     yield row("throughput", "step_ms", ms, "ms", dims)
     yield row("throughput", "step_min_ms", min(times_ms), "ms", dims, n=len(times_ms))
-    yield row("throughput", "held_bytes", agents.held(), "B", dims)
+
+
+def _weight(agents: Agents) -> Weight:
+    held = agents.held()
     try:
-        peak, source = agents.peak()
+        return held, *agents.peak()
     except torch.OutOfMemoryError:
-        peak, source = None, "out of memory"
+        return held, None, "out of memory"
+
+
+def _bytes(lane: Lane, weights: Mapping[Lane, Weight], dims: Mapping[str, Any]) -> Iterator[Row]:
+    """Bytes held, their peak, and what the peak has above them.
+
+    Without a document that is `step_bytes`, what any step needs for itself (activations, logits).
+    With one it is split: peak = held + `step_bytes` of the same kernel's step without a document
+    + `scratch_bytes`, so scratch is what reading the document needs, to the peak's accuracy.
+    """
+    if lane not in weights:
+        return
+    held, peak, source = weights[lane]
+    yield row("throughput", "held_bytes", held, "B", dims)
     yield row("throughput", "peak_bytes", peak, "B", {**dims, "read": source})
+    above = None if peak is None else peak - held
+    if lane[0].startswith("no-document"):
+        yield row("throughput", "step_bytes", above, "B", {**dims, "read": source})
+        return
+    kernel = "no-document-native" if ("no-document-native", None) in weights else None
+    floor = FLOORS.get(lane[0], kernel or "no-document-folded")
+    floor_held, floor_peak, _ = weights.get((floor, None), (0, None, ""))
+    scratch = None
+    if above is not None and floor_peak is not None:
+        scratch = above - (floor_peak - floor_held)
+    yield row("throughput", "scratch_bytes", scratch, "B", {**dims, "read": source})
 
 
 def slopes(rows: Sequence[Row]) -> Iterator[Row]:
