@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,11 @@ def collect(
 ) -> list[Record]:
     """Every readable record below a folder: `data/results`, or the one of a single profile.
 
-    A number that a later record of the same profile holds again (same experiment, table, metric,
-    kind and dimensions, and the same CPU where that is the device) is left out of the earlier
-    record, so that no table shows it twice.
+    A number that several records of one profile hold (same experiment, table, metric, kind and
+    dimensions, and the same CPU where that is the device) is left in one of them, so that no table
+    shows it twice. Of records that one version of the library made it is the one with the most
+    numbers of agents, so that a series over agents stays of one run and a narrower point only adds
+    what is missing; then, and between versions, the latest.
     Failed points are included, without rows. Smoke results are left out unless `root` is their own
     folder.
 
@@ -98,19 +100,40 @@ def collect(
     records = [r for r in map(load, files) if r and experiment in (None, r.experiment)]
     records = [r for r in records if include_trials or not is_trial(r)]
     seen: set[tuple[str, ...]] = set()
-    latest = []
-    for record in sorted(records, key=_age, reverse=True):
+    kept = []
+    for record in _preferred(records):
         own = record.rows if record.status == "ok" else []  # one may have failed a check
         rows = {_identity(record, row): row for row in own}
         fresh = [row for identity, row in rows.items() if identity not in seen]
         seen.update(rows)
-        latest.append(record.model_copy(update={"rows": fresh}))
-    return latest[::-1]
+        kept.append(record.model_copy(update={"rows": fresh}))
+    return sorted(kept, key=_age)
 
 
 def is_trial(record: Record) -> bool:
     """Whether a point was computed outside its profile's grid, as with `--set`."""
     return record.provenance.get("grid_point", True) is False
+
+
+def _preferred(records: Sequence[Record]) -> list[Record]:
+    """The records whose numbers are kept before those of others: the most preferred first."""
+    made: dict[str, tuple[str, str]] = {}  # the age of each version's latest record
+    for record in sorted(records, key=_age):
+        made[_version(record)] = _age(record)
+    return sorted(
+        records,
+        key=lambda record: (made[_version(record)], _n_agents(record), _age(record)),
+        reverse=True,
+    )
+
+
+def _version(record: Record) -> str:
+    return str(record.provenance.get("library", ""))
+
+
+def _n_agents(record: Record) -> int:
+    """How many numbers of agents a record's rows have."""
+    return len({row.dims.get("n_agents") for row in record.rows})
 
 
 def _age(record: Record) -> tuple[str, str]:

@@ -122,6 +122,43 @@ def test_what_another_cpu_measured_is_another_number(tmp_path: Path) -> None:
     assert list(tidy(found)["device"]) == ["cpu, one", "cpu, other"]
 
 
+def run_of(key: str, n_agents: list[int], codecs: list[str], finished: str) -> Record:
+    """A run that times every codec, and slopes over its numbers of agents; a value says whose."""
+    value = float(int(key, 16))
+    at = [{"n_agents": n, "codec": codec} for n in n_agents for codec in codecs]
+    rows = [Row(table="t", metric="ms", value=value, unit="ms", dims=dims) for dims in at]
+    rows += [Row(table="slopes", metric="ms", value=value, unit="ms", dims={"codec": codec})
+             for codec in codecs]  # fmt: skip
+    made = record(key * 16, finished=finished)
+    return made.model_copy(update={"rows": rows})
+
+
+@pytest.mark.parametrize("later", ["1", "2"])
+def test_a_narrower_run_adds_what_a_wider_one_lacks_and_replaces_nothing(
+    tmp_path: Path, later: str
+) -> None:
+    wide = run_of("1", [1, 4, 15], ["full", "paper"], f"2026-01-0{2 if later == '1' else 1}")
+    narrow = run_of("2", [1, 15], ["full", "lean"], f"2026-01-0{2 if later == '2' else 1}")
+    for one in (wide, narrow):
+        Store(write=tmp_path / "offline").put(one)
+    found = collect(tmp_path)
+    assert [r.key[0] for r in found] == ["2", "1"] if later == "1" else ["1", "2"]
+    whose = tidy(found).groupby("codec")["value"].agg(lambda values: set(values)).to_dict()
+    assert whose == {"full": {1.0}, "paper": {1.0}, "lean": {2.0}}
+    assert len(tidy(found)) == len(wide.rows) + 3  # two steps and a slope of "lean"
+
+
+def test_a_newer_version_replaces_even_a_wider_run(tmp_path: Path) -> None:
+    wide = run_of("1", [1, 4, 15], ["full"], "2026-01-01")
+    narrow = run_of("2", [1, 15], ["full"], "2026-01-02")
+    for one, version in ((wide, "0.1"), (narrow, "0.2")):
+        one.provenance["library"] = version
+        Store(write=tmp_path / "offline").put(one)
+    numbers = tidy(collect(tmp_path))
+    steps = numbers[numbers["table"] == "t"].set_index("n_agents")["value"].to_dict()
+    assert steps == {1: 2.0, 4: 1.0, 15: 2.0}
+
+
 def test_a_trial_stays_out_of_the_tables_and_replaces_nothing(tmp_path: Path) -> None:
     study = record("a" * 16, x=1)
     trial = record("b" * 16, finished="2026-02-02", x=2)
