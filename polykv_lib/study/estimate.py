@@ -17,6 +17,7 @@ from polykv_lib.study import platform
 from polykv_lib.study.params import ExperimentParameters
 from polykv_lib.study.platform import PlatformError
 from polykv_lib.study.work import Work, work_of
+from polykv_lib.study.work_copies import BYTES
 
 if TYPE_CHECKING:
     from polykv_lib.hf import Footprint
@@ -37,11 +38,16 @@ class Rates(NamedTuple):
 
     flop_s: float
     bytes_s: float
+    half_flop_s: float  # in a dtype of two bytes
+
+    def times(self, n: float) -> "Rates":
+        """Those of n such devices."""
+        return Rates(*(n * rate for rate in self))
 
 
-T4: Final = Rates(20e12, 200e9)  # of 65 TFLOP/s in float16 and 320 GB/s
-CPU: Final = Rates(80e9, 5e9)  # of one core, from the stored offline points
-CPU_AVX2: Final = Rates(30e9, 5e9)  # of one x86 core without AVX-512, from two of them
+T4: Final = Rates(20e12, 200e9, 20e12)  # of 65 TFLOP/s in float16 and 320 GB/s
+CPU: Final = Rates(80e9, 5e9, 200e9)  # of one core, from the stored offline points
+CPU_AVX2: Final = Rates(30e9, 5e9, 30e9)  # of one x86 core without AVX-512, from two of them
 MAX_CORES: Final = 4  # more do not help models that small
 
 
@@ -55,6 +61,7 @@ class Machine:
     element_bytes: int
     rates: Rates | None
     is_gpu: bool = True
+    n_cores: int = 1  # of a CPU, which the rates are of
 
     @property
     def usable(self) -> int:
@@ -81,8 +88,9 @@ def this_machine() -> Machine:
             n_devices=1,
             memory=psutil.virtual_memory().total,
             element_bytes=4,
-            rates=Rates(n_cores * core.flop_s, n_cores * core.bytes_s),
+            rates=core.times(n_cores),
             is_gpu=False,
+            n_cores=n_cores,
         )
     return Machine(
         name=found[0].name,
@@ -168,30 +176,41 @@ def estimate(chosen: ExperimentParameters, machine: Machine) -> Estimate | None:
         model = footprint(chosen.MODEL)
     except (OSError, ValueError):  # loading says why, in words of its own
         return None
-    element = machine.element_bytes
+    element = BYTES.get(work.dtype, machine.element_bytes)
     per_token = model.geometry.elements_per_token * element
     document = 2 * work.document  # once as computed, once as a pool, which is smaller
-    widest = max(work.document, work.scored, work.agents)
+    own = work.agents * work.own * per_token
+    beside = work.copies.held(per_token, own, machine.is_gpu) if work.copies else 0
+    widest = max(work.document, work.scored, work.agents, work.batch)
     logits = work.scored * 2 * element + min(work.scored, CHUNK) * 4 * 4
     layer = widest * element * (LAYER_WIDTHS * model.hidden + 3 * model.intermediate)
     return Estimate(
         model=chosen.MODEL,
         machine=machine,
         weights=model.weight_bytes(element),
-        cache=(document + work.agents * work.own) * per_token,
+        cache=document * per_token + own + beside,
         activations=layer + logits * model.vocabulary,
-        seconds=_seconds(work, model, machine),
+        seconds=_seconds(work, model, machine, element),
     )
 
 
-def _seconds(work: Work, model: "Footprint", machine: Machine) -> float | None:
+def _seconds(work: Work, model: "Footprint", machine: Machine, element: int) -> float | None:
     if machine.rates is None:
         return None
+    rates = machine.rates
+    if work.threads and not machine.is_gpu:
+        rates = rates.times(work.threads / machine.n_cores)
+    flop_s = rates.half_flop_s if element == 2 else rates.flop_s
     attended = 2 * model.geometry.n_layers * model.geometry.n_q_heads * model.geometry.head_dim
     read = work.read + model.geometry.n_layers * work.read_a_layer
     flop = read * (2 * model.n_weights + 2 * attended * work.document)
-    weights = model.weight_bytes(machine.element_bytes)
+    weights = model.weight_bytes(element)
     floor = STEP_S * model.geometry.n_layers
-    per_step = max(floor, weights / machine.rates.bytes_s)
-    per_step += 2 * model.n_weights * work.agents / 2 / machine.rates.flop_s
-    return flop / machine.rates.flop_s + work.steps * per_step
+    alone = max(floor, weights / rates.bytes_s)
+    per_step = alone + 2 * model.n_weights * work.agents / 2 / flop_s
+    seconds = flop / flop_s + work.steps * per_step
+    if work.copies is not None:
+        per_token = model.geometry.elements_per_token * element
+        moved = work.copies.moved(per_token, machine.is_gpu)
+        seconds += work.copies.turns(per_token) * alone + moved / rates.bytes_s
+    return seconds

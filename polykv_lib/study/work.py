@@ -13,7 +13,9 @@ from polykv_lib.study.schemas import (
     PlanAblations,
     PlanRecovery,
     PplInversion,
+    Throughput,
 )
+from polykv_lib.study.work_copies import Copies
 from polykv_lib.tasks import longbench, offline_suite, ruler
 
 QUESTION_TOKENS = 60  # of an agent's question in its chat turn, or of an item's tail
@@ -21,6 +23,10 @@ METHODS = 4  # ways of decoding that memory_scaling times; one decodes agent aft
 READERS = 3  # of a document beside its pools: the full cache and two controls
 AT_ONCE = 6  # changed documents that inversion_controls reads in one batch
 ANSWER_TOKENS = 20  # of an item's tail where its question is part of the context
+ASKED_TOKENS = 25  # of the question of agents whose steps are timed
+WAYS = 7  # methods that throughput times beside its pools, four of them with dense copies
+ASKINGS = 3  # times each method's agents read the question: to be timed, weighed, and at the peak
+PEAK_STEPS = 5  # decoding steps to reach a method's peak
 ERROR_POINTS = 4  # budgets at which a calibration pass evicts each layer alone
 
 
@@ -35,6 +41,10 @@ class Work:
     agents: int  # largest batch
     own: int  # tokens of an agent's own, question and answer
     scored: int  # tokens whose logits are held at once
+    batch: int = 0  # tokens that a batch of agents reads at once
+    dtype: str = "auto"  # of the model
+    threads: int = 0  # of a CPU; 0: as many as torch takes
+    copies: Copies | None = None
 
 
 def work_of(chosen: ExperimentParameters) -> Work | None:
@@ -64,6 +74,8 @@ def work_of(chosen: ExperimentParameters) -> Work | None:
             return _plans(chosen, 1, methods, steps + 10 * free, reread)
         case JointPlan():
             return _joint(chosen)
+        case Throughput():
+            return _throughput(chosen)
     return None
 
 
@@ -182,4 +194,36 @@ def _plans(
         agents=1,
         own=QUESTION_TOKENS,
         scored=QUESTION_TOKENS,
+    )
+
+
+def _throughput(p: Throughput) -> Work:
+    n_documents, n_sizes, n_pools = len(p.CONTEXT_TOKENS), len(p.N_AGENTS), len(p.CODECS) + 1
+    methods, rounds = n_pools + WAYS, 1 + p.ROUNDS + PEAK_STEPS
+    # Plain, two that evict (one of them takes half as long again), one with the question.
+    prefills = 3 + 4.5 * (1 + p.ONCE_ROUNDS)
+    asked = ASKINGS * methods * sum(p.N_AGENTS) * ASKED_TOKENS
+    steps = (methods - 1) * n_sizes * rounds + (methods + n_pools) * p.ANSWER_TOKENS
+    return Work(
+        read=ceil(prefills * sum(p.CONTEXT_TOKENS)) + n_documents * asked,
+        steps=n_documents * steps,
+        document=max(p.CONTEXT_TOKENS),
+        agents=max(p.N_AGENTS),
+        own=ASKED_TOKENS + max(p.ANSWER_TOKENS, 1 + p.ROUNDS),
+        scored=max(p.N_AGENTS),
+        batch=max(p.N_AGENTS) * ASKED_TOKENS,
+        dtype=p.DTYPE,
+        threads=p.THREADS,
+        copies=Copies(
+            sizes=tuple((n, tokens) for tokens in p.CONTEXT_TOKENS for n in p.N_AGENTS),
+            limit=1e9 * p.MAX_CACHE_GB,
+            rounds=rounds,
+            methods=methods,
+            n_pools=n_pools - 1,
+            shape=p.GEOMETRY,
+            shape_tokens=tuple(p.GEOMETRY_TOKENS),
+            shape_settings=len(p.GEOMETRY_DTYPES) * len(p.GEOMETRY_AGENTS),
+            shape_rounds=1 + p.ROUNDS,
+            shape_dtypes=tuple(p.GEOMETRY_DTYPES),
+        ),
     )

@@ -14,6 +14,7 @@ from polykv_lib.study import notebook
 from polykv_lib.study.estimate import TWO_T4, DoesNotFit, Machine, estimate
 from polykv_lib.study.grid import Entry, Grid, expand, load_grid
 from polykv_lib.study.params import ExperimentParameters
+from polykv_lib.study.schemas import Throughput
 from polykv_lib.study.store import collect, load
 
 ROOT = Path(__file__).parents[2]
@@ -121,10 +122,51 @@ def test_times_agree_with_the_stored_points_of_the_cpu() -> None:
         )
         rates = estimates.CPU_AVX2 if slow else estimates.CPU
         expected = estimate(found.chosen, dataclasses.replace(ONE_CORE, rates=rates))
-        if expected and expected.seconds and record.provenance["torch_threads"] == 1:
+        own_threads = isinstance(found.chosen, Throughput)  # one or two, and counted
+        on_one = record.provenance["torch_threads"] == 1
+        if expected and expected.seconds and (on_one or own_threads):
             ratios[f"{found.label} {record.key}"] = expected.seconds / record.provenance["wall_s"]
     assert len(ratios) >= 4
+    assert any(name.startswith("09_throughput") for name in ratios)
     assert all(0.4 < ratio < 2.5 for ratio in ratios.values()), json.dumps(ratios, indent=1)
+
+
+THROUGHPUT: dict[str, Any] = {"CONTEXT_TOKENS": [2048], "N_AGENTS": [1, 15, 64]}
+
+
+def test_throughput_counts_all_its_copies_on_a_cpu_and_refuses_what_cannot_fit() -> None:
+    found = estimate(point("09_throughput", **THROUGHPUT), ONE_CORE)
+    assert found is not None
+    token = 2 * 30 * 2 * 3 * 64  # bytes of a token's keys and values, in the point's bfloat16
+    assert found.weights == 2 * 134_515_008
+    assert found.cache > 4 * 64 * 2048 * token  # four methods with a copy an agent
+    with pytest.raises(DoesNotFit, match=r"= 1\d\.\d\d GB, of 10\.00 GB usable on CPU"):
+        found.checked()
+    limited = estimate(point("09_throughput", MAX_CACHE_GB=1.0, **THROUGHPUT), ONE_CORE)
+    assert limited is not None
+    assert limited.fits  # 64 copies are left out, 15 are 0.7 GB
+    assert found.cache - limited.cache == pytest.approx(4 * (64 - 15) * 2048 * token, rel=0.01)
+
+
+def test_throughput_takes_longer_with_more_of_anything_and_less_with_two_threads() -> None:
+    def seconds(**params: Any) -> float:
+        found = estimate(point("09_throughput", **{**THROUGHPUT, **params}), ONE_CORE)
+        assert found is not None
+        assert found.seconds is not None
+        return found.seconds
+
+    one = seconds()
+    assert seconds(ROUNDS=20) > one
+    assert seconds(CODECS=["paper"]) < one
+    assert seconds(CONTEXT_TOKENS=[8000]) > one
+    assert seconds(THREADS=2) == pytest.approx(one / 2, rel=0.2)
+    assert seconds(DTYPE="float32") > one
+
+
+def test_a_gpu_leaves_out_copies_that_find_no_room() -> None:
+    found = estimate(point("09_throughput", MAX_CACHE_GB=100, **THROUGHPUT), ONE_T4)
+    assert found is not None
+    assert found.fits
 
 
 def test_a_model_nobody_knows_has_no_estimate() -> None:
