@@ -5,7 +5,7 @@ its bytes over the step's time stand beside what the device copies in a second.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ from polykv_lib import presets
 from polykv_lib.attend import SharedLayer
 from polykv_lib.kv import Geometry
 from polykv_lib.metrics.intervals import median_interval
-from polykv_lib.pool import SharedKVPool
+from polykv_lib.pool import SharedKVPool, Stored
+from polykv_lib.quantize import FullPrecision
 from polykv_lib.study.experiments.common import row
 from polykv_lib.study.experiments.memory_scaling import build
 from polykv_lib.study.experiments.timing import interleaved_ms, per_second
@@ -117,8 +118,28 @@ def over_one_copy(layers: Sequence[tuple[Tensor, Tensor]], q: Queries) -> Querie
 
 
 def error(out: Queries, pool: SharedKVPool, q: Queries) -> float:
-    """|out - exact| / |exact| of the last layer; exact: fp64 over what the pool decodes to."""
-    keys, values = (side[0, :, None].double() for side in pool.read(len(pool.layers) - 1))
+    """|out - exact| / |exact| of the last layer; exact: fp64 over what the codes stand for.
+
+    Codes are decoded in fp32, whatever the dtype of the numbers they were made from: rounding to
+    that dtype would be an error of the reference.
+    """
+    keys, values = (side[0, :, None].double() for side in in_fp32(pool).read(-1))
     heads = q.double().unflatten(1, (keys.shape[0], -1))  # agent, head, group, one, dim
     exact = ((heads @ keys.mT * q.shape[-1] ** -0.5).softmax(-1) @ values).flatten(1, 2)
     return ((out.double() - exact).norm() / exact.norm()).item()
+
+
+def in_fp32(pool: SharedKVPool) -> SharedKVPool:
+    """The pool's last layer alone, which reads back in fp32 instead of the dtype it came in."""
+    pieces = tuple(
+        replace(piece, keys=_fp32(piece.keys), values=_fp32(piece.values))
+        for piece in pool.layers[-1]
+    )
+    return replace(pool, layers=(pieces,))
+
+
+def _fp32(side: Stored) -> Stored:
+    data = replace(side.data, dtype=torch.float32)
+    if isinstance(side.codec, FullPrecision):
+        data = replace(data, planes=tuple(plane.float() for plane in data.planes))
+    return replace(side, data=data)
