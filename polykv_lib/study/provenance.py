@@ -14,6 +14,7 @@ import psutil
 import polykv_lib
 from polykv_lib.study import platform
 
+SOURCES = ("polykv_lib", "notebooks", "env", "pyproject.toml", "environment.yml")
 PACKAGES = ("torch", "transformers", "datasets", "bert-score", "numpy", "papermill")
 
 
@@ -66,10 +67,15 @@ def installed(package: str) -> str | None:
 
 
 def git_state(root: Path | None) -> dict[str, Any] | None:
-    """Commit and whether tracked files differ from it; None where there is no git history."""
+    """Commit, and whether tracked files that can change a result differ from it.
+
+    Those are `SOURCES`; stored results, figures and pages are what runs write. None where there is
+    no git history.
+    """
     if root is None or not (commit := _git(root, "rev-parse", "HEAD")):
         return None
-    return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain", "-uno"))}
+    changed = _git(root, "status", "--porcelain", "-uno", "--", *SOURCES)
+    return {"commit": commit, "dirty": bool(changed)}
 
 
 def git_remote(root: Path) -> str | None:
