@@ -40,7 +40,7 @@ class Rates(NamedTuple):
     bytes_s: float
     half_flop_s: float  # in a dtype of two bytes
 
-    def times(self, n: float) -> "Rates":
+    def times(self, n: int | float) -> "Rates":
         """Those of n such devices."""
         return Rates(*(n * rate for rate in self))
 

@@ -83,7 +83,7 @@ def test_a_table_leaves_out_peaks_that_count_a_pool_nobody_read() -> None:
 
 
 def test_a_line_of_times_names_its_run() -> None:
-    dims = {"method": "shared-pool", "codec": "paper", "n_agents": 1}
+    dims: dict[str, Any] = {"method": "shared-pool", "codec": "paper", "n_agents": 1}
     runs = [
         Record(experiment="throughput", key=key * 16, params={}, status="ok",
                rows=[Row(table="throughput", metric="step_ms", value=value, unit="ms", dims=dims)])
