@@ -21,7 +21,13 @@ BITS = {
     "k-only": 12.0,
 }
 GEOMETRIES = {"smollm2-135m": 11_520, "llama-3-8b": 65_536, "qwen2.5-7b": 28_672}
-CONTROLS = {"paper": 0.1, "v-gaussian": 0.0, "v-shrunk": 0.3, "temperature-1.05": -0.4}
+CONTROLS = {
+    "paper": 0.1,
+    "paper-plain": 0.2,
+    "v-gaussian": 0.0,
+    "v-shrunk": 0.3,
+    "temperature-1.05": -0.4,
+}
 AGENTS = (1, 3, 5, 10, 15)
 
 
