@@ -5,8 +5,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
@@ -26,6 +28,8 @@ from polykv_lib.hf.placement import checked_dtype, default_dtype, four_bit, spre
 from polykv_lib.hf.sources import EMBEDDED, locate, split_form
 
 SAMPLES_PER_PARAMETER: Final = 64
+# of each tokenizer: (its size, the rest that is covered), and its fingerprint
+_KNOWN: Final = WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple[int, str], str]]()
 
 
 def load_model(
@@ -134,8 +138,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _sample_bytes(parameter: Tensor) -> bytes:
-    flat = parameter.detach().reshape(-1)
-    chosen = flat[_evenly_spaced(flat.numel(), flat.device)]
+    chosen = parameter.detach().take(_evenly_spaced(parameter.numel(), parameter.device))
     return chosen.cpu().view(torch.uint8).numpy().tobytes()
 
 
@@ -146,12 +149,20 @@ def _evenly_spaced(numel: int, device: torch.device) -> Int[Tensor, " sample"]:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of what decides a prompt's ids: vocabulary, special ids, chat template, a probe."""
+    """SHA-256 of what decides a prompt's ids: vocabulary, special ids, chat template, a probe.
+
+    Sorting a vocabulary takes longer than opening a pool, so a tokenizer's fingerprint is kept as
+    long as it lives, for as long as its size and all that is covered besides stay what they were.
+    """
     probe = "  It's 2,048 tokens:\n\n\tnaïve café, 東京 😀 <|im_end|></s>"
-    covered = [
-        sorted(tokenizer.get_vocab().items()),
+    rest = [
         [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
         tokenizer.chat_template,
         tokenizer(probe)["input_ids"],
     ]
-    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
+    state = len(tokenizer), json.dumps(rest)
+    if _KNOWN.get(tokenizer, (None, ""))[0] != state:
+        vocabulary = sorted(tokenizer.get_vocab().items(), key=itemgetter(0))
+        covered = json.dumps([vocabulary, *rest], sort_keys=True)
+        _KNOWN[tokenizer] = state, hashlib.sha256(covered.encode()).hexdigest()
+    return _KNOWN[tokenizer][1]

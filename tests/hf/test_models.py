@@ -399,6 +399,7 @@ def test_a_fingerprint_sees_weights_geometry_and_dtype_but_not_attention() -> No
 def test_a_tokenizer_fingerprint_sees_vocabulary_and_template(loaded: Loaded) -> None:
     marks = {tokenizer_fingerprint(loaded[1])}
     _, other = load_model("smollm2-135m", device="cpu")
+    assert {tokenizer_fingerprint(other)} == marks
     other.chat_template = "{{ messages }}"
     marks.add(tokenizer_fingerprint(other))
     other.add_tokens(["polykv"])
