@@ -13,6 +13,7 @@ from polykv_lib.evict import Plan
 from polykv_lib.hf import compat
 from polykv_lib.hf.caches import AgentCache
 from polykv_lib.hf.checks import (
+    check_chunk,
     check_geometry,
     check_ids,
     check_length,
@@ -39,6 +40,7 @@ def build_pool(
     n_sink: int = 4,
     plan: Plan | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    chunk: int | None = None,
 ) -> SharedKVPool:
     """Prefill the document once, evict by the plan, compress what is kept, and freeze a pool.
 
@@ -51,9 +53,11 @@ def build_pool(
         plan: what each layer keeps; None keeps everything. No question is visible to it. A pool
             does not change, so the plan's decode phase is `prefill`'s alone.
         tokenizer: if given, its fingerprint is stored with the pool.
+        chunk: tokens to prefill at a time, which bounds the memory of reading; None: all at once.
 
     Raises:
-        ValueError: no codec, no plan or another model's, or ids that `read_document` refuses.
+        ValueError: no codec, no plan or another model's, ids that `read_document` refuses, or a
+            chunk with a plan, whose policies see the whole document at once.
     """
     check_codecs(keys, values)
     if plan is not None:
@@ -64,9 +68,14 @@ def build_pool(
             "the plan names each layer's codec, but one codec is given for all; pass what "
             "polykv_lib.presets.of_plan(plan) returns: keys, values and n_sink."
         )
+    if plan is not None and chunk is not None:
+        raise ValueError(
+            f"chunk={chunk} with a plan, whose policies see the whole document at once; leave out "
+            "one, or evict after each chunk with polykv_lib.prefill(model, ids, plan, chunk=…)."
+        )
     kept = None
     if plan is None:
-        layers = read_document(model, document_ids)
+        layers = read_document(model, document_ids, chunk=chunk)
     else:
         layers, [kept] = evict_document(model, document_ids, [plan])
     return share(
@@ -108,8 +117,7 @@ def prefill(
     check_prepared(model)
     check_plan(plan)
     check_ids(ids)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk}; pass tokens to prefill at a time, 1 or more.")
+    check_chunk(chunk)
     if plan.decode is None and attention_mask is None and chunk is None and ids.shape[0] == 1:
         lossless = FullPrecision()
         cache: AgentCache = build_pool(

@@ -54,6 +54,12 @@ def check_ids(ids: object) -> None:
         raise ValueError(f"ids are {found}; pass token ids as an int64 tensor [rows, T].")
 
 
+def check_chunk(chunk: int | None) -> None:
+    """Refuse what is no number of tokens to read at a time."""
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk}; pass tokens to prefill at a time, 1 or more.")
+
+
 def check_plan(plan: object) -> None:
     """Refuse what is no plan."""
     if not isinstance(plan, Plan):

@@ -48,11 +48,15 @@ class ObservedLayer(DynamicLayer):
 
 @torch.no_grad()
 def observe(
-    model: PreTrainedModel, ids: Tensor, see: Callable[[int, LayerKV], T]
+    model: PreTrainedModel,
+    ids: Tensor,
+    see: Callable[[int, LayerKV], T],
+    chunk: int | None = None,
 ) -> tuple[list[LayerKV], list[T]]:
     """One prefill: every layer's keys and values, and what `see(layer, observation)` returned.
 
-    Queries are held for one layer at a time.
+    Queries are held for one layer at a time. Given a `chunk`, so many tokens are read at a time:
+    `see` meets every chunk's queries with the keys so far, and what it last returned is kept.
 
     Raises:
         ValueError: the model's attention gets other keys than its cache stored.
@@ -60,7 +64,8 @@ def observe(
     seen: dict[int, T] = {}
     n_layers = model.config.get_text_config().num_hidden_layers
     cache = _watched(n_layers, lambda i, layer: seen.update({i: see(i, layer)}))
-    compat.forward(model.base_model, ids.to(model.device), cache)
+    for part in ids.to(model.device).split(chunk or ids.shape[1], dim=1):
+        compat.forward(model.base_model, part, cache)
     if len(seen) < n_layers:
         raise ValueError(
             f"{model.config.model_type} changes keys after its cache has stored them, which a pool "

@@ -3,18 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from polykv_lib.evict import Plan, Tally, counted, evict_each
 from polykv_lib.evict.attention import recent_attention
 from polykv_lib.evict.plan import Evicted
-from polykv_lib.hf.checks import check_document, check_plan, check_prepared
+from polykv_lib.hf.checks import check_chunk, check_document, check_plan, check_prepared
 from polykv_lib.hf.observe import observe
 from polykv_lib.kv import KeptTokens, LayerKV, Scores
 from polykv_lib.quantize.shaping import second_moments
 
 Seen = tuple[Tensor, Scores]  # of a layer's queries: their second moments, where they look
+WINDOW = 64  # last queries whose attention is noted
 
 
 class KeptByPlan(list[Sequence[KeptTokens]]):
@@ -28,25 +30,48 @@ class KeptByPlan(list[Sequence[KeptTokens]]):
     tallies: Sequence[Mapping[Tally, Scores]]
 
 
-def read_document(model: PreTrainedModel, document_ids: Tensor) -> list[LayerKV]:
+def read_document(
+    model: PreTrainedModel, document_ids: Tensor, *, chunk: int | None = None
+) -> list[LayerKV]:
     """Keys and values of every layer from one prefill, without the vocabulary's logits.
 
     What the document's queries say about it comes along: their second moments, for codecs with
-    shaped=True, and the attention that each token received, for codecs in tiers.
+    shaped=True, and the attention that each token received, for codecs in tiers. With a `chunk`,
+    so many tokens are read at once and the same is gathered over the chunks.
 
     Raises:
-        ValueError: ids of another type or shape, or longer than the model's positions or window.
+        ValueError: ids of another type or shape, or longer than the model's positions or window;
+            a chunk below 1.
     """
     check_prepared(model)
     check_document(model, document_ids)
-    layers, seen = observe(model, document_ids, lambda _, layer: _seen(layer))
+    check_chunk(chunk)
+    before: dict[int, tuple[Tensor, Tensor]] = {}  # moments so far and the last queries
+
+    def see(i: int, layer: LayerKV) -> Seen:
+        moments, attention = _seen(layer, before.get(i))
+        if chunk is not None:
+            before[i] = moments, _newest(layer, before.get(i)).clone()
+        return moments, attention
+
+    layers, seen = observe(model, document_ids, see, chunk)
     return _with(layers, seen)
 
 
-def _seen(layer: LayerKV) -> Seen:
+def _seen(layer: LayerKV, before: tuple[Tensor, Tensor] | None = None) -> Seen:
     assert layer.queries is not None
     moments = second_moments(layer.queries, layer.keys.shape[1])
-    return moments, recent_attention(layer.queries, layer.keys, layer.softmax_scale)
+    if before is not None:
+        moments = before[0].lerp(moments, layer.queries.shape[2] / layer.keys.shape[2])
+    newest = _newest(layer, before)
+    return moments, recent_attention(newest, layer.keys, layer.softmax_scale, WINDOW)
+
+
+def _newest(layer: LayerKV, before: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The last queries so far, `WINDOW` or fewer."""
+    assert layer.queries is not None
+    new = layer.queries if before is None else torch.cat([before[1], layer.queries], dim=2)
+    return new[:, :, -WINDOW:]
 
 
 def _with(layers: Sequence[LayerKV], seen: Sequence[Seen]) -> list[LayerKV]:
