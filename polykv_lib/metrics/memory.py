@@ -1,4 +1,4 @@
-"""Bytes: of dense caches from shapes, and the peak that a piece of work really reaches.
+"""Bytes: of dense caches from shapes, the peak that work really reaches, and what is private.
 
 Sizes of a pool are counted from its own tensors (`pool.nbytes`). 1 GB is 1e9 bytes.
 """
@@ -77,6 +77,21 @@ def peak_memory(device: torch.device | str = "cpu") -> Iterator[Peak]:
         peak = Peak(source="ru_maxrss", start_bytes=_lifetime_peak())
         yield peak
         peak.end_bytes = _lifetime_peak()
+
+
+def private_bytes() -> int | None:
+    """Resident bytes that no other process maps, clean and dirty; None where Linux does not tell.
+
+    Freed memory is handed back first. A mapped file's pages are private to its only reader.
+    """
+    gc.collect()
+    _return_freed_memory()
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:  # not Linux, or a sandbox that forbids it
+        return None
+    kib = [int(line.split()[1]) for line in lines if line.startswith("Private_")]
+    return 1024 * sum(kib)
 
 
 def _return_freed_memory() -> None:

@@ -45,10 +45,22 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) 
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and memory-mapped tensors of a pool file.
+    """Header and memory-mapped tensors of a pool file, every byte checked.
 
     Raises:
         PoolError: missing, truncated, altered, not a pool, or of a newer schema.
+    """
+    header, tensors, checksum = mapped(path)
+    if checksum != _checksum(tensors, header):
+        raise PoolError(f"{path} was altered: its checksum does not match. Save the pool again.")
+    return header, tensors
+
+
+def mapped(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """Header, memory-mapped tensors and the checksum that they should have; none is read yet.
+
+    Raises:
+        PoolError: missing, truncated, not a pool, or of a newer schema.
     """
     if not path.is_file():
         raise PoolError(f"there is no pool at {path}. Write one with pool.save(path).")
@@ -74,9 +86,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{path} has schema {schema}, this version reads up to {SCHEMA}. "
             "Upgrade polykv-lib, or save the pool again with this version."
         )
-    if checksum != _checksum(tensors, header):
-        raise PoolError(f"{path} was altered: its checksum does not match. Save the pool again.")
-    return header, tensors
+    return header, tensors, checksum
 
 
 def _checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:

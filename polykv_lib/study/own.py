@@ -39,6 +39,12 @@ OWN = {
         by=("model", "context_tokens", "n_agents", "method"),
         metrics=("ms_per_step",),
     ),
+    "opening": Own(
+        title="Opening a saved pool, by what is checked, and what a process that shares it adds",
+        table="opening",
+        by=("model", "dtype", "codec", "context_tokens", "checks"),
+        metrics=("open_ms", "private_bytes", "document_bytes"),
+    ),
     "throughput": Own(
         title="Decode steps of N agents: all methods interleaved in one run, answers checked first",
         table="throughput",

@@ -86,6 +86,16 @@ def _agents() -> Iterator[Row]:
                 )
 
 
+def _opening() -> Iterator[Row]:
+    at: dict[str, Any] = {"model": MODEL, "context_tokens": 2048}
+    for checks, ms in (("none", 3.0), ("file", 6.0), ("file, model", 9.0)):
+        yield _row(
+            "opening", "open_ms", ms, "ms", n=5, lo=0.9 * ms, hi=1.2 * ms, checks=checks, **at
+        )
+    yield _row("opening", "private_bytes", 2.5e6, "B", n=4, **at)
+    yield _row("opening", "document_bytes", 1.5e5, "B", n=4, **at)
+
+
 def _perplexity() -> Iterator[Row]:
     for protocol, prefixes in (
         ("fixed-window", (600, 1285, 1851, 4096)),
@@ -302,7 +312,7 @@ def _throughput() -> Iterator[Row]:
 @pytest.fixture(scope="session")
 def synthetic() -> list[Record]:
     groups = {
-        "memory_scaling": [*_pool_memory(), *_agents()],
+        "memory_scaling": [*_pool_memory(), *_agents(), *_opening()],
         "ppl_inversion": list(_perplexity()),
         "agent_fidelity": list(_fidelity()),
         "plan_recovery": list(_plans()),

@@ -1,5 +1,6 @@
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from polykv_lib.study.experiments import (
     decoding,
     excerpts,
     memory_scaling,
+    opening,
     ppl_inversion,
 )
 from polykv_lib.study.experiments.excerpts import fixed_window, paper_excerpt, paper_length
@@ -162,6 +164,7 @@ def test_too_few_long_articles_are_refused(tiny: tuple[Any, Any]) -> None:
         common.documents(tiny[1], n_docs=9, min_tokens=100_000)
 
 
+SMALL = {"n_layers": 12, "n_q_heads": 4, "n_kv_heads": 2, "head_dim": 64}
 MEMORY = {
     "MODEL": "tiny",
     "SEED": 0,
@@ -224,6 +227,44 @@ def test_every_method_is_weighed_and_timed_in_one_run(memory: Outcome) -> None:
         assert 0 < row.lo <= row.value <= row.hi
 
 
+def test_opening_is_timed_by_what_is_checked_and_weighed_in_processes(memory: Outcome) -> None:
+    for n_tokens in MEMORY["STEP_TOKENS"]:
+        times = found(memory, "opening", "open_ms", context_tokens=n_tokens)
+        checks = [row.dims["checks"] for row in times]
+        assert checks == ["none", "file", "file, model", "file, model, tokenizer"]
+        assert all(row.n == 2 and 0 < row.lo <= row.value <= row.hi for row in times)
+        [both] = found(memory, "opening", "private_bytes", context_tokens=n_tokens)
+        [own] = found(memory, "opening", "document_bytes", context_tokens=n_tokens)
+        assert (both.n, own.n) == (opening.PROCESSES,) * 2
+        assert own.value < both.value < 20 << 20
+
+
+def test_where_private_memory_is_not_told_it_has_no_rows(
+    tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "private_bytes", lambda: None)
+    model, tokenizer = tiny
+    ids = torch.arange(9)[None]
+    pool = common.compressed(model, hf.read_document(model, ids), ids, "paper")
+    rows = list(opening.opening_rows(model, tokenizer, [pool], pool, 1, {}))
+    assert [row.metric for row in rows] == ["open_ms"] * 4
+
+
+def test_a_pool_that_is_shared_adds_no_copy_of_itself_and_a_lone_reader_maps_it_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pools = [memory_scaling.build(Geometry(**SMALL), "full", n, 0) for n in (8, 2_000)]
+    paths = [pool.save(tmp_path / str(pool.n_tokens)) for pool in pools]
+    monkeypatch.setattr(opening, "PROCESSES", 2)
+    _, shared = opening.added_bytes(paths)
+    assert max(shared) < 0.2 * pools[1].nbytes
+    monkeypatch.setattr(opening, "PROCESSES", 1)
+    _, [alone] = opening.added_bytes(paths)
+    assert alone > 0.9 * pools[1].nbytes
+    with pytest.raises(RuntimeError, match="that should read a saved pool ended"):
+        opening.added_bytes([tmp_path / "absent"])
+
+
 def test_held_bytes_are_the_caches_own(tiny: tuple[Any, Any]) -> None:
     model, _ = tiny
     layers = hf.read_document(model, torch.arange(50)[None])
@@ -245,6 +286,7 @@ def test_a_method_that_does_not_fit_has_no_number_and_stops_nothing(
         "STEP_TOKENS": [60],
         "STEP_AGENTS": [2],
     }
+    monkeypatch.setattr(opening, "PROCESSES", 1)
     outcome = memory_scaling.run(small, silent)
     for table, metric in (("agent_memory", "peak_bytes"), ("decode_step", "ms_per_step")):
         for method in ("expanded-batch", "pooled-agent"):

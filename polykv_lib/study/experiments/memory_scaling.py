@@ -29,6 +29,7 @@ from polykv_lib.study.experiments.common import (
     settings,
 )
 from polykv_lib.study.experiments.decoding import ANSWER_TOKENS, METHODS, Agents, step_ms
+from polykv_lib.study.experiments.opening import FEW_TOKENS, PROCESSES, opening_rows
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks.agents import questions
 
@@ -53,7 +54,7 @@ class Settings:
 
 
 def run(params: Mapping[str, Any], say: Say) -> Outcome:
-    """Sizes computed from shapes and measured from tensors, peaks, and decode times."""
+    """Sizes computed from shapes and measured from tensors, peaks, decode times, and opening."""
     timer, point = Timer(), settings(Settings, params)
     rows = list(computed_rows(point))
     for name, codec, n_tokens in product(point.geometries, point.codecs, point.measured_tokens):
@@ -62,13 +63,19 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     model, tokenizer = hf.load_model(point.model)
     [text] = documents(tokenizer, n_docs=1, min_tokens=max(point.step_tokens))
     question = hf.question_ids(tokenizer, questions(1)[0])
-    for n_tokens in point.step_tokens:
-        ids = hf.document_ids(tokenizer, text.text)[:, :n_tokens]
-        pool = compressed(model, hf.read_document(model, ids), ids, AGENTS_CODEC)
+    ids = hf.document_ids(tokenizer, text.text)
+    few, *pools = (
+        compressed(model, hf.read_document(model, own), own, AGENTS_CODEC)
+        for own in (ids[:, :n] for n in (FEW_TOKENS, *point.step_tokens))
+    )
+    at = {"model": point.model, "dtype": dtype_name(model), "codec": AGENTS_CODEC}
+    rows += opening_rows(model, tokenizer, pools, few, point.rounds, at)
+    say(f"{len(pools)} saved pools opened, {timer.seconds:.0f} s")
+    for pool in pools:
         for n in point.step_agents:
             agents = Agents(model=model, pool=pool, question=question, n=n)
             rows += agent_rows({m: replace(agents, method=m) for m in METHODS}, point)
-            say(f"{n} agents on {n_tokens:,} tokens, {timer.seconds:.0f} s")
+            say(f"{n} agents on {pool.n_tokens:,} tokens, {timer.seconds:.0f} s")
     return Outcome(
         rows=rows,
         protocol={
@@ -79,6 +86,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
             "added_bytes": "whole storages of the agents' tensors, room reserved ahead included",
             "peak_bytes": "above the model; the pool included where the method reads one",
             "step": "one token for every agent, median of interleaved rounds after a first one",
+            "opening": f"median of rounds; bytes over {PROCESSES} processes that read one file",
             "computed_dtype": "bfloat16",
             "seconds": timer.seconds,
         },
