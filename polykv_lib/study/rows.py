@@ -12,7 +12,7 @@ DIMS = (
     *("context_tokens", "n_agents", "method", "control", "encoder", "layer", "rescaled"),
     *("dtype", "threads", "device", "peer", "version"),
     *("suite", "question", "keep", "family", "role", "policy", "varied", "signal", "direction"),
-    *("against", "bytes_share", "distance", "phase", "side", "option"),
+    *("against", "bytes_share", "distance", "phase", "side", "option", "checks"),
 )
 
 
