@@ -12,7 +12,7 @@ from polykv_lib.attend import attend
 from polykv_lib.hf import compat
 from polykv_lib.hf.caches import AgentLayer
 from polykv_lib.hf.evicting_layer import EvictingLayer
-from polykv_lib.hf.observe import ObservedLayer
+from polykv_lib.hf.observe import ObservedLayer, changed
 
 NAME: Final = "polykv"
 
@@ -107,7 +107,4 @@ def _check(module: Any, options: dict[str, Any]) -> None:
 def _check_values(module: Any, value: Any, name: str, handle: object) -> None:
     """Values must be those that the cache returned: a pool stores what it was given."""
     if getattr(value, name, None) is not handle:
-        raise ValueError(
-            f"{type(module).__name__} changes values after its cache has stored them, which a pool "
-            "can not read. Use a model that does not, such as Llama, Qwen, Mistral or Phi-3."
-        )
+        raise changed(type(module).__name__, "values")

@@ -67,12 +67,17 @@ def observe(
     for part in ids.to(model.device).split(chunk or ids.shape[1], dim=1):
         compat.forward(model.base_model, part, cache)
     if len(seen) < n_layers:
-        raise ValueError(
-            f"{model.config.model_type} changes keys after its cache has stored them, which a pool "
-            "can not read. Use a model that does not, such as Llama, Qwen, Mistral or Phi-3."
-        )
+        raise changed(model.config.model_type, "keys")
     layers = [LayerKV(keys=layer.keys, values=layer.values) for layer in cache.layers]
     return layers, [seen[i] for i in range(n_layers)]
+
+
+def changed(who: str, side: str) -> ValueError:
+    """The refusal of a model whose attention gets other tensors than its cache returned."""
+    return ValueError(
+        f"{who} changes {side} after its cache has stored them, which a pool can not read. "
+        "Use a model that does not, such as Llama, Qwen, Mistral or Phi-3."
+    )
 
 
 def observed_cache(layers: Sequence[LayerKV], see: Callable[[int, LayerKV], Any]) -> Cache:
