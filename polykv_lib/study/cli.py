@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from polykv_lib.study import bench_command, kaggle_command
-from polykv_lib.study.console import checkout, errors_in_one_line
+from polykv_lib.study.commands import bench, kaggle
+from polykv_lib.study.commands.console import checkout, errors_in_one_line
 from polykv_lib.study.estimate import machine_of
 from polykv_lib.study.params import ParameterError, Parameters, near, validate
 from polykv_lib.study.platform import Places, PlatformError, check_writable, repository
@@ -25,8 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(kaggle_command.app, name="kaggle")
-app.command()(bench_command.bench)
+app.add_typer(kaggle.app, name="kaggle")
+app.command()(bench.bench)
 
 PROFILES = (
     "smoke: every notebook on a handful of tokens, about two minutes on one core; "

@@ -14,12 +14,12 @@ import polykv_lib
 from polykv_lib.study import params as parameters
 from polykv_lib.study import parts, platform, provenance
 from polykv_lib.study.estimate import estimate, this_machine
-from polykv_lib.study.own import OWN, RUN, own_table
 from polykv_lib.study.params import ExperimentParameters, Parameters
 from polykv_lib.study.parts import Parts
 from polykv_lib.study.record import Failure, Outcome, Record
 from polykv_lib.study.rows import pick, tidy
 from polykv_lib.study.store import Store, is_trial, key_of
+from polykv_lib.study.tables.own import OWN, RUN, own_table
 
 MARK = "… "  # starts each progress line, by which the batch runner forwards them
 OUT_OF_MEMORY = ("OutOfMemory", "MemoryError", "can't allocate memory", "out of memory")

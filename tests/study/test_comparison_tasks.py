@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 
 from polykv_lib.study import tables
-from polykv_lib.study.comparison import paper_vs_ours
 from polykv_lib.study.grid import expand, load_grid
 from polykv_lib.study.published import published_rows
-from polykv_lib.study.published_tasks import BEST_SINGLE, RECOVERY, Scored
+from polykv_lib.study.published.tasks import BEST_SINGLE, RECOVERY, Scored
 from polykv_lib.study.record import Record
+from polykv_lib.study.tables.comparison import paper_vs_ours
 from polykv_lib.tasks import longbench, ruler
 
 ROOT = Path(__file__).parents[2]

@@ -9,19 +9,17 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from polykv_lib import hf, presets
-from polykv_lib.study import estimate as estimates
 from polykv_lib.study import notebook
 from polykv_lib.study.estimate import TWO_T4, DoesNotFit, Machine, estimate
+from polykv_lib.study.estimate.expected import CPU, CPU_AVX2
 from polykv_lib.study.grid import Entry, Grid, expand, load_grid
 from polykv_lib.study.params import ExperimentParameters
-from polykv_lib.study.schemas import Throughput
+from polykv_lib.study.params.schemas import Throughput
 from polykv_lib.study.store import collect, load
 
 ROOT = Path(__file__).parents[2]
 ONE_T4 = dataclasses.replace(TWO_T4, n_devices=1)
-ONE_CORE = Machine(
-    name="CPU", n_devices=1, memory=10**10, element_bytes=4, rates=estimates.CPU, is_gpu=False
-)
+ONE_CORE = Machine(name="CPU", n_devices=1, memory=10**10, element_bytes=4, rates=CPU, is_gpu=False)
 
 
 def point(notebook: str, **params: Any) -> ExperimentParameters:
@@ -120,7 +118,7 @@ def test_times_agree_with_the_stored_points_of_the_cpu() -> None:
         slow = record.provenance.get("native_attention", "").startswith(
             "off: CPU or compiler lacks"
         )
-        rates = estimates.CPU_AVX2 if slow else estimates.CPU
+        rates = CPU_AVX2 if slow else CPU
         expected = estimate(found.chosen, dataclasses.replace(ONE_CORE, rates=rates))
         own_threads = isinstance(found.chosen, Throughput)  # one or two, and counted
         on_one = record.provenance["torch_threads"] == 1

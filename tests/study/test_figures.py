@@ -14,9 +14,10 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from polykv_lib import presets
-from polykv_lib.study import dataflow, figures, figures_ablations, figures_eviction
-from polykv_lib.study.drawing import LOOKS, counted, house_style, look
-from polykv_lib.study.published_points import published_memory
+from polykv_lib.study import figures
+from polykv_lib.study.figures import ablations, dataflow, eviction, memory, quality, throughput
+from polykv_lib.study.figures.drawing import LOOKS, counted, house_style, look
+from polykv_lib.study.published.points import published_memory
 from polykv_lib.study.record import Record
 from polykv_lib.study.rows import tidy
 
@@ -37,7 +38,7 @@ def bars(ax: Axes) -> dict[str, np.ndarray]:
 
 
 def test_perplexity_is_drawn_with_its_interval_and_n(synthetic: list[Record]) -> None:
-    ax = drawn(figures.ppl_vs_context, synthetic)
+    ax = drawn(quality.ppl_vs_context, synthetic)
     numbers = tidy(synthetic).query(
         "table == 'ppl' and metric == 'ppl_delta_pct' and protocol == 'fixed-window' and codec == 'paper'"
     )
@@ -49,7 +50,7 @@ def test_perplexity_is_drawn_with_its_interval_and_n(synthetic: list[Record]) ->
 
 
 def test_kl_has_one_point_a_codec_at_its_bits(synthetic: list[Record]) -> None:
-    ax = drawn(figures.kl_vs_bits, synthetic)
+    ax = drawn(quality.kl_vs_bits, synthetic)
     points = {c.get_label(): c.lines[0].get_xdata().item() for c in ax.containers}  # type: ignore[attr-defined]
     assert points["polykv"] == 5.7
     assert points["keys only"] == 12.0
@@ -68,14 +69,14 @@ def test_the_joint_plan_is_drawn_over_bytes_and_ends_where_nothing_fits(
 
 
 def test_fidelity_shows_its_controls_and_encoder(synthetic: list[Record]) -> None:
-    ax = drawn(figures.fidelity_vs_agents, synthetic)
+    ax = drawn(quality.fidelity_vs_agents, synthetic)
     assert set(bars(ax)) == {"pool: polykv", "unrelated document", "no document"}
     assert "all-MiniLM-L6-v2" in ax.get_ylabel()
     assert ax.get_title(loc="left").endswith("n = 1 to 15 articles")
 
 
 def test_decode_step_starts_at_zero_and_has_every_method(synthetic: list[Record]) -> None:
-    ax = drawn(figures.decode_step, synthetic)
+    ax = drawn(memory.decode_step, synthetic)
     assert ax.get_ylim()[0] == 0
     assert len(bars(ax)) == 4
     assert "2,048 tokens" in ax.get_title(loc="left")
@@ -84,10 +85,10 @@ def test_decode_step_starts_at_zero_and_has_every_method(synthetic: list[Record]
 @pytest.mark.parametrize(
     "draw",
     [
-        figures.throughput_vs_agents,
-        figures.step_vs_context,
-        figures.held_vs_agents,
-        figures.first_token_vs_context,
+        throughput.throughput_vs_agents,
+        throughput.step_vs_context,
+        throughput.held_vs_agents,
+        throughput.first_token_vs_context,
     ],
     ids=lambda d: d.__name__,
 )
@@ -98,12 +99,12 @@ def test_throughput_has_a_line_a_method_and_names_its_setting(
     labels = {c.get_label() for c in ax.containers}
     assert {"one shared bf16 copy", "pool, paper's codec", "pool, polykv"} < labels
     assert {"a full copy each", "a copy each, heads folded"} < labels
-    assert ("no document" in labels) == (draw is not figures.first_token_vs_context)
+    assert ("no document" in labels) == (draw is not throughput.first_token_vs_context)
     assert ax.get_title(loc="left").startswith("smollm2-135m, bfloat16, Some CPU, 1 thread")
 
 
 def test_a_step_is_drawn_at_fifteen_agents_with_its_interval(synthetic: list[Record]) -> None:
-    ax = drawn(figures.step_vs_context, synthetic)
+    ax = drawn(throughput.step_vs_context, synthetic)
     ms = [30 + 0.4 * 15 * tokens / 512 for tokens in (512, 2048)]
     assert bars(ax)["pool, paper's codec"] == pytest.approx(
         np.array([[0.9 * t, 1.2 * t] for t in ms])
@@ -112,7 +113,7 @@ def test_a_step_is_drawn_at_fifteen_agents_with_its_interval(synthetic: list[Rec
 
 
 def test_recovery_has_a_bar_a_plan_and_family_with_its_interval(synthetic: list[Record]) -> None:
-    ax = drawn(figures_eviction.recovery_by_family, synthetic)
+    ax = drawn(eviction.recovery_by_family, synthetic)
     heights = {c.get_label(): [bar.get_height() for bar in c] for c in ax.containers if len(c) == 3
                and isinstance(c, BarContainer)}  # fmt: skip
     assert heights["ours"] == pytest.approx([100 * (1 - 0.1 / 0.9)] * 3)
@@ -129,8 +130,8 @@ def test_recovery_has_a_bar_a_plan_and_family_with_its_interval(synthetic: list[
 
 @pytest.mark.parametrize(
     ("draw", "best", "ours"),
-    [(figures_eviction.budget_sweep, [0.9] * 2, [0.1] * 2),
-     (figures_eviction.budget_sweep_gap, [0] * 2, [100 * (1 - 0.1 / 0.9)] * 2)],
+    [(eviction.budget_sweep, [0.9] * 2, [0.1] * 2),
+     (eviction.budget_sweep_gap, [0] * 2, [100 * (1 - 0.1 / 0.9)] * 2)],
 )  # fmt: skip
 def test_the_sweep_has_each_budget_of_each_plan_and_bands(
     synthetic: list[Record], draw: Draw, best: list[float], ours: list[float]
@@ -151,17 +152,17 @@ def test_the_sweep_has_each_budget_of_each_plan_and_bands(
 
 
 def test_signals_stand_on_one_line_forward_and_inverse(synthetic: list[Record]) -> None:
-    ax = drawn(figures_ablations.signals_by_decision, synthetic)
+    ax = drawn(ablations.signals_by_decision, synthetic)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["policies, cosine"]
     forward, inverse = (container.lines[0] for container in ax.containers)
     assert (forward.get_xdata()[0], inverse.get_xdata()[0]) == (0.8, 1.8)
     assert forward.get_ydata()[0] > 0 > inverse.get_ydata()[0]
-    ax = drawn(figures_ablations.signals_by_phase, synthetic)
+    ax = drawn(ablations.signals_by_phase, synthetic)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["decode: policies, cosine"]
 
 
 def test_plan_map_shows_each_layers_policy_and_share(synthetic: list[Record]) -> None:
-    ax = drawn(figures_eviction.plan_map, synthetic)
+    ax = drawn(eviction.plan_map, synthetic)
     rows = [c for c in ax.containers if isinstance(c, BarContainer) and len(c) == 4]
     uniform, routed = ([bar.get_height() for bar in row] for row in rows)
     assert uniform == pytest.approx([0.9 * 0.25] * 4)
@@ -178,7 +179,7 @@ def test_published_memory_is_hollow_and_ours_filled(
     numbers = pd.concat([tidy(synthetic), published_memory(papers)])
     with house_style():
         ax = Figure(layout="constrained").subplots()
-        figures.memory_vs_agents(numbers, ax)
+        memory.memory_vs_agents(numbers, ax)
     marked = [line for line in ax.lines if line.get_marker() not in ("None", "")]
     hollow = [line for line in marked if line.get_markerfacecolor() == "white"]
     assert sorted(y for line in hollow for y in line.get_ydata()) == [0.454, 0.454, 13.199, 19.798]
@@ -235,7 +236,7 @@ def test_without_results_nothing_is_drawn(tmp_path: Path, papers: Path) -> None:
 def test_a_study_cut_short_is_drawn_too(synthetic: list[Record], papers: Path) -> None:
     numbers = tidy(synthetic)
     small = numbers[(numbers["geometry"] == "qwen2.5-7b") | (numbers["protocol"] == "paper-70-30")]
-    for draw in (figures.memory_vs_agents, figures.memory_vs_context, figures.ppl_vs_context):
+    for draw in (memory.memory_vs_agents, memory.memory_vs_context, quality.ppl_vs_context):
         with house_style():
             ax = Figure(layout="constrained").subplots()
             draw(pd.concat([small, published_memory(papers)]), ax)

@@ -14,14 +14,14 @@ from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.quantize import TurboQuant
+from polykv_lib.study.estimate.work import AT_ONCE
 from polykv_lib.study.experiments import excerpts, inversion_controls, inversion_rows
 from polykv_lib.study.experiments.attention_shape import AttentionShape
 from polykv_lib.study.experiments.control_readings import Draw, readings
 from polykv_lib.study.experiments.controls import CONTROLS, control
-from polykv_lib.study.inversion import answer, decision, verdict
 from polykv_lib.study.record import Outcome, Record, Row
 from polykv_lib.study.rows import tidy
-from polykv_lib.study.work import AT_ONCE
+from polykv_lib.study.tables.inversion import answer, decision, verdict
 
 POINT = {
     "MODEL": "tiny",

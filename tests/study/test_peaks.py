@@ -14,9 +14,9 @@ from polykv_lib.study.experiments import decoding, throughput_once
 from polykv_lib.study.experiments.decoding import METHODS, OURS, Agents
 from polykv_lib.study.experiments.throughput_steps import Steps
 from polykv_lib.study.notebook import show
-from polykv_lib.study.own import OWN, RUN, own_table
 from polykv_lib.study.record import Record, Row
 from polykv_lib.study.rows import tidy
+from polykv_lib.study.tables.own import OWN, RUN, own_table
 
 GROWN = 1_000_000  # bytes that the process is said to grow by while it decodes
 

@@ -11,13 +11,13 @@ import pytest
 
 from polykv_lib import presets
 from polykv_lib.study import tables
-from polykv_lib.study.arithmetic import arithmetic_findings
-from polykv_lib.study.comparison import paper_vs_ours, same_protocol
-from polykv_lib.study.headlines import HEADLINES, headlines
 from polykv_lib.study.published import SHAPES, cached_tokens, published_rows, scored_tokens
+from polykv_lib.study.published.arithmetic import arithmetic_findings
 from polykv_lib.study.record import Record, Row
 from polykv_lib.study.render import latex, markdown, number
 from polykv_lib.study.rows import family, tidy
+from polykv_lib.study.tables.comparison import paper_vs_ours, same_protocol
+from polykv_lib.study.tables.headlines import HEADLINES, headlines
 
 NAMES = {"source", "table", "model", "text", "method", "benchmark", "decision", "signal", "phase",
          "best_baseline_name", "label_tokens", "cached_tokens_derived", "dtype_derived", "n_agents",

@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from polykv_lib.study import param_types, params
+from polykv_lib.study import params
+from polykv_lib.study.params import types
 from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 
 
-class Toy(param_types.ExperimentParameters):
+class Toy(types.ExperimentParameters):
     experiment = "toy"
 
-    N: param_types.Count
-    FAIL: param_types.Text
+    N: types.Count
+    FAIL: types.Text
 
 
 class OutOfMemoryError(RuntimeError):

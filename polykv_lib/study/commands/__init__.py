@@ -1,0 +1,1 @@
+"""The console's larger commands, each a file: `polykv bench`, `polykv kaggle`."""
