@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from polykv_lib.metrics.intervals import median_interval
 from polykv_lib.study import provenance
-from polykv_lib.study.experiments.timing import per_second
+from polykv_lib.study.experiments.speed.timing import per_second
 from polykv_lib.study.record import Record, Row
 from polykv_lib.study.store import Store, key_of
 

@@ -9,8 +9,8 @@ from polykv_lib import presets
 from polykv_lib.attend import native
 from polykv_lib.kv import Geometry
 from polykv_lib.pool import SharedKVPool
-from polykv_lib.study.experiments import bandwidth
-from polykv_lib.study.experiments.bandwidth import Queries, Shape
+from polykv_lib.study.experiments.speed import bandwidth
+from polykv_lib.study.experiments.speed.bandwidth import Queries, Shape
 
 SMALL = Geometry(n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=64)
 

@@ -13,14 +13,13 @@ from polykv_lib.pool import sizes_of
 from polykv_lib.study.experiments import (
     agent_fidelity,
     common,
-    decoding,
     excerpts,
     memory_scaling,
-    opening,
     ppl_inversion,
 )
 from polykv_lib.study.experiments.excerpts import fixed_window, paper_excerpt, paper_length
 from polykv_lib.study.experiments.readers import readers
+from polykv_lib.study.experiments.speed import decoding, opening
 from polykv_lib.study.record import Outcome, Row
 
 pytestmark = pytest.mark.usefixtures("tiny")

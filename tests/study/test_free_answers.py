@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from polykv_lib.study.experiments import plan_ablations, plan_recovery
-from polykv_lib.study.experiments.eviction_items import Wanted, n_kept, single
+from polykv_lib.study.experiments.eviction.items import Wanted, n_kept, single
 from polykv_lib.study.grid import Entry, Grid, expand
 from polykv_lib.study.params import ParameterError
 from polykv_lib.study.platform import repository

@@ -15,10 +15,11 @@ from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.quantize import TurboQuant
 from polykv_lib.study.estimate.work import AT_ONCE
-from polykv_lib.study.experiments import excerpts, inversion_controls, inversion_rows
-from polykv_lib.study.experiments.attention_shape import AttentionShape
-from polykv_lib.study.experiments.control_readings import Draw, readings
-from polykv_lib.study.experiments.controls import CONTROLS, control
+from polykv_lib.study.experiments import excerpts, inversion_controls
+from polykv_lib.study.experiments.inversion.attention_shape import AttentionShape
+from polykv_lib.study.experiments.inversion.controls import CONTROLS, control
+from polykv_lib.study.experiments.inversion.readings import Draw, readings
+from polykv_lib.study.experiments.inversion.rows import Score, by_article
 from polykv_lib.study.record import Outcome, Record, Row
 from polykv_lib.study.rows import tidy
 from polykv_lib.study.tables.inversion import answer, decision, verdict
@@ -158,13 +159,13 @@ def test_means_are_over_seeds_then_passages_then_articles(outcome: Outcome) -> N
 
 
 def test_two_passages_of_an_article_count_as_one_article() -> None:
-    def score(article: str, delta: float) -> inversion_rows.Score:
-        return inversion_rows.Score(
+    def score(article: str, delta: float) -> Score:
+        return Score(
             article=article, passage=0, n_prefix=4, control="paper", nll_delta=np.full((2, 3), delta),
             kl=np.zeros(2), shape=None, shape_full=None)  # fmt: skip
 
     scores = [score("a", 0.1), score("b", -0.2), score("a", 0.3)]
-    found = inversion_rows.by_article(lambda s: s.nll_delta.mean(), scores)
+    found = by_article(lambda s: s.nll_delta.mean(), scores)
     assert found == pytest.approx([0.2, -0.2])
 
 

@@ -11,10 +11,10 @@ from polykv_lib import hf, presets
 from polykv_lib.evict import H2O, LayerPlan, Plan
 from polykv_lib.kv import Geometry, LayerKV
 from polykv_lib.pool import freeze
-from polykv_lib.study.experiments import joint_methods, joint_plan
-from polykv_lib.study.experiments.eviction_scores import Read, Result, bytes_in_bf16
-from polykv_lib.study.experiments.joint_methods import ByteBudget, alone, least
-from polykv_lib.study.experiments.joint_rows import Point, rows
+from polykv_lib.study.experiments import joint_plan
+from polykv_lib.study.experiments.eviction.scores import Read, Result, bytes_in_bf16
+from polykv_lib.study.experiments.joint.methods import ByteBudget, Stored, alone, least, scored
+from polykv_lib.study.experiments.joint.rows import Point, rows
 from polykv_lib.study.record import Outcome, Row
 
 TINY = Geometry(n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=64)
@@ -118,10 +118,10 @@ def test_a_pool_above_its_budget_is_an_error(tiny: tuple[Any, Any]) -> None:
     [item, *_] = (asked.encoded for asked in point.both(tokenizer)[1])
     budget = ByteBudget(share=0.25, geometry=TINY)
     [method] = alone(budget, ["tq3-both"], len(item.context_ids))
-    assert len(list(joint_methods.scored(model, item, [method], {0.25: budget}))) == 1
+    assert len(list(scored(model, item, [method], {0.25: budget}))) == 1
     small = {0.25: replace(budget, share=0.1)}
     with pytest.raises(RuntimeError, match=r"codec alone at 0\.25 takes .* more than its"):
-        list(joint_methods.scored(model, item, [method], small))
+        list(scored(model, item, [method], small))
 
 
 def test_a_head_that_keeps_everything_holds_no_positions_whatever_the_others_keep() -> None:
@@ -186,9 +186,7 @@ def test_points_are_won_only_where_the_whole_interval_is_below_zero() -> None:
     assert gap.value == pytest.approx(100 * (1 - 0.625))
     names = ("best single, full", "joint")
     methods = [
-        joint_methods.Stored(
-            share=0.25, name=name, codec="full", plan=lambda n: Plan.uniform(H2O(), n, 1)
-        )
+        Stored(share=0.25, name=name, codec="full", plan=lambda n: Plan.uniform(H2O(), n, 1))
         for name in names
     ]
     assert least(at, methods).name == "joint"

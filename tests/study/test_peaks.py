@@ -10,9 +10,10 @@ import torch
 
 from polykv_lib.attend import native
 from polykv_lib.metrics.memory import Peak
-from polykv_lib.study.experiments import decoding, throughput_once
-from polykv_lib.study.experiments.decoding import METHODS, OURS, Agents
-from polykv_lib.study.experiments.throughput_steps import Steps
+from polykv_lib.study.experiments.speed import decoding
+from polykv_lib.study.experiments.speed.decoding import METHODS, OURS, Agents
+from polykv_lib.study.experiments.speed.once import Once
+from polykv_lib.study.experiments.speed.steps import Steps
 from polykv_lib.study.notebook import show
 from polykv_lib.study.record import Record, Row
 from polykv_lib.study.rows import tidy
@@ -22,17 +23,17 @@ GROWN = 1_000_000  # bytes that the process is said to grow by while it decodes
 
 
 @pytest.fixture
-def once(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> throughput_once.Once:
+def once(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Once:
     @contextmanager
     def grows(device: object) -> Iterator[Peak]:
         yield Peak(source="made up", start_bytes=0, end_bytes=GROWN)
 
     monkeypatch.setattr(decoding, "peak_memory", grows)
     ids = torch.arange(50)[None]
-    return throughput_once.Once.read(tiny[0], ids, [5, 6], ["full", "paper"])
+    return Once.read(tiny[0], ids, [5, 6], ["full", "paper"])
 
 
-def test_only_a_method_that_reads_the_pool_counts_it(once: throughput_once.Once) -> None:
+def test_only_a_method_that_reads_the_pool_counts_it(once: Once) -> None:
     pool = once.pools["paper"]
     for method in (*METHODS, *OURS):
         if method.endswith("-native") and not native.is_on():
@@ -43,7 +44,7 @@ def test_only_a_method_that_reads_the_pool_counts_it(once: throughput_once.Once)
 
 
 def test_a_peak_is_held_bytes_a_step_without_a_document_and_scratch(
-    once: throughput_once.Once,
+    once: Once,
 ) -> None:
     rows, _ = Steps.of(once.model, once.pools, [5, 6], ["paper"], 1.0).rows(2, 1, {})
     of: dict[str, dict[tuple[Any, Any], Any]] = {}

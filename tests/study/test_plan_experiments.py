@@ -12,13 +12,12 @@ from polykv_lib.evict import H2O, Plan
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.intervals import stratified
 from polykv_lib.study.experiments import (
-    eviction_choice,
-    eviction_items,
-    eviction_scores,
     plan_ablations,
     plan_recovery,
 )
-from polykv_lib.study.experiments.eviction_items import (
+from polykv_lib.study.experiments.eviction import choice, scores
+from polykv_lib.study.experiments.eviction import items as eviction_items
+from polykv_lib.study.experiments.eviction.items import (
     POLICIES,
     Asked,
     Wanted,
@@ -27,8 +26,8 @@ from polykv_lib.study.experiments.eviction_items import (
     encoded,
     single,
 )
-from polykv_lib.study.experiments.eviction_scores import bytes_in_bf16, check_evicted
-from polykv_lib.study.experiments.plan_phases import long_answers, quotation
+from polykv_lib.study.experiments.eviction.phases import long_answers, quotation
+from polykv_lib.study.experiments.eviction.scores import bytes_in_bf16, check_evicted
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks import ruler
 from polykv_lib.tasks.base import Item
@@ -203,7 +202,7 @@ def test_halves_hold_out_every_item_once_and_every_family_twice() -> None:
         )
 
     def names(*given: str) -> list[tuple[str, str]]:
-        halves = eviction_choice._halves([item(name) for name in given])
+        halves = choice._halves([item(name) for name in given])
         return [(" ".join(i.id for i in own), " ".join(i.id for i in rest)) for own, rest in halves]
 
     assert names("a0", "a1", "b0", "b1") == [("a0 b0", "a1 b1"), ("a1 b1", "a0 b0")]
@@ -470,5 +469,5 @@ def test_answers_end_where_their_task_says(
     monkeypatch.setattr(hf, "greedy", greedy)
     for stops, limit, expected in ((False, 9, "\nname\nmore"), (True, 100, "\nname")):
         own = asked(tokenizer, stop_at_newline=stops, max_new_tokens=50)
-        assert eviction_scores.generate(model, tokenizer, own, None, limit) == expected
+        assert scores.generate(model, tokenizer, own, None, limit) == expected
     assert limits == [9, 50]

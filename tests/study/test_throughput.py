@@ -12,11 +12,18 @@ from polykv_lib import hf
 from polykv_lib.attend import native
 from polykv_lib.kv import Geometry
 from polykv_lib.metrics.intervals import Interval
-from polykv_lib.study.experiments import bandwidth, throughput, throughput_checks, throughput_once
+from polykv_lib.study.experiments import throughput
 from polykv_lib.study.experiments.common import row
-from polykv_lib.study.experiments.decoding import Agents, held_bytes
-from polykv_lib.study.experiments.throughput_steps import Steps, slope, slopes
-from polykv_lib.study.experiments.timing import interleaved_ms, per_second, ratio, torch_threads
+from polykv_lib.study.experiments.speed import bandwidth, checks
+from polykv_lib.study.experiments.speed.decoding import Agents, held_bytes
+from polykv_lib.study.experiments.speed.once import Once
+from polykv_lib.study.experiments.speed.steps import Steps, slope, slopes
+from polykv_lib.study.experiments.speed.timing import (
+    interleaved_ms,
+    per_second,
+    ratio,
+    torch_threads,
+)
 from polykv_lib.study.record import Outcome, Row
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -74,14 +81,14 @@ def test_a_method_that_reads_another_document_gets_no_time(tiny: tuple[Any, Any]
     model, _ = tiny
     pools = {}
     for codec, ids in (("full", torch.arange(60)[None]), ("paper", torch.arange(60, 120)[None])):
-        pools[codec] = throughput_once.Once.read(model, ids, [5], [codec]).pools[codec]
+        pools[codec] = Once.read(model, ids, [5], [codec]).pools[codec]
     steps = Steps.of(model, pools, [5, 6], ["paper"], 1.0)
     wrong = replace(steps.lanes["shared-pool", "full"], pool=pools["paper"])
     lanes = {("expanded-batch", "full"): steps.lanes["expanded-batch", "full"]}
-    list(throughput_checks.rows(lanes | {("shared-pool", "full"): steps.lanes["shared-pool", "full"]},
+    list(checks.rows(lanes | {("shared-pool", "full"): steps.lanes["shared-pool", "full"]},
                                 [[5, 6]], 4, {}))  # fmt: skip
     with pytest.raises(RuntimeError, match=r"shared-pool .full. differs from the plain path"):
-        list(throughput_checks.rows(lanes | {("shared-pool", "full"): wrong}, [[5, 6]], 4, {}))
+        list(checks.rows(lanes | {("shared-pool", "full"): wrong}, [[5, 6]], 4, {}))
 
 
 def test_steps_have_a_line_a_method_with_rate_and_bytes(outcome: Outcome) -> None:
@@ -123,7 +130,7 @@ def test_an_agent_adds_its_own_tokens_to_a_pool_and_a_copy_to_an_ordinary_cache(
 
 def test_bytes_held_are_pool_and_caches(tiny: tuple[Any, Any]) -> None:
     model, _ = tiny
-    once = throughput_once.Once.read(model, torch.arange(50)[None], [5, 6], ["full", "paper"])
+    once = Once.read(model, torch.arange(50)[None], [5, 6], ["full", "paper"])
     agents = Agents(model=model, pool=once.pools["paper"], question=[5] * 20, n=3)
     token = GEOMETRY.elements_per_token * 4
     assert agents.held() == once.pools["paper"].nbytes + 3 * 21 * token  # a twentieth is room
@@ -169,7 +176,7 @@ def test_prefill_encoding_and_first_tokens_have_their_ratios(outcome: Outcome) -
 def test_an_evicting_prefill_that_keeps_all_is_refused(
     tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once = throughput_once.Once.read(tiny[0], torch.arange(60)[None], [5], ["full"])
+    once = Once.read(tiny[0], torch.arange(60)[None], [5], ["full"])
     once.check_evicted()
     kept = [[torch.arange(60)] * 2] * 2
     monkeypatch.setattr(hf, "evict_document", lambda *_: (once.layers, [kept]))

@@ -29,10 +29,10 @@ from polykv_lib.study.experiments.common import (
     facts,
     settings,
 )
-from polykv_lib.study.experiments.control_readings import Draw, readings
-from polykv_lib.study.experiments.controls import PAPER, Control, control
 from polykv_lib.study.experiments.excerpts import passages
-from polykv_lib.study.experiments.inversion_rows import Score, rows
+from polykv_lib.study.experiments.inversion.controls import PAPER, Control, control
+from polykv_lib.study.experiments.inversion.readings import Draw, readings
+from polykv_lib.study.experiments.inversion.rows import Score, rows
 from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 from polykv_lib import hf, presets
 from polykv_lib.calibration import EncodedItem
-from polykv_lib.study.experiments import eviction_choice
 from polykv_lib.study.experiments.common import Say, Timer, facts, settings
-from polykv_lib.study.experiments.eviction_choice import Considered
-from polykv_lib.study.experiments.eviction_items import Wanted, single
-from polykv_lib.study.experiments.eviction_plans import PAPER_B
-from polykv_lib.study.experiments.eviction_plans import least as least_single
-from polykv_lib.study.experiments.eviction_scores import Result, protocol
-from polykv_lib.study.experiments.joint_methods import (
+from polykv_lib.study.experiments.eviction import choice
+from polykv_lib.study.experiments.eviction.choice import Considered
+from polykv_lib.study.experiments.eviction.items import Wanted, single
+from polykv_lib.study.experiments.eviction.plans import PAPER_B
+from polykv_lib.study.experiments.eviction.plans import least as least_single
+from polykv_lib.study.experiments.eviction.scores import Result, protocol
+from polykv_lib.study.experiments.joint.methods import (
     ByteBudget,
     Calibrated,
     Stored,
@@ -29,7 +29,7 @@ from polykv_lib.study.experiments.joint_methods import (
     scored,
     singles,
 )
-from polykv_lib.study.experiments.joint_rows import Point, plan_rows, rows
+from polykv_lib.study.experiments.joint.rows import Point, plan_rows, rows
 from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 
@@ -114,9 +114,9 @@ def _methods(
         }
         for share, own in budgets.items()
     }
-    scores = part("singles", eviction_choice.scores_of, model, items, uniform, say)
+    scores = part("singles", choice.scores_of, model, items, uniform, say)
     best = {share: least_single(scores[share], list(uniform[share])) for share in budgets}
-    routed, gains = part("measured", eviction_choice.measured, model, items, considered, say)
+    routed, gains = part("measured", choice.measured, model, items, considered, say)
     each_family = {item.family: item for item in items}
     offered = {name: presets.codec(name) for name in point.menu}
     codecs = part("codecs", hf.codec_kl, model, list(each_family.values()), offered, say)

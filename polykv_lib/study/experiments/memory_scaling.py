@@ -28,8 +28,8 @@ from polykv_lib.study.experiments.common import (
     row,
     settings,
 )
-from polykv_lib.study.experiments.decoding import ANSWER_TOKENS, METHODS, Agents, step_ms
-from polykv_lib.study.experiments.opening import FEW_TOKENS, PROCESSES, opening_rows
+from polykv_lib.study.experiments.speed.decoding import ANSWER_TOKENS, METHODS, Agents, step_ms
+from polykv_lib.study.experiments.speed.opening import FEW_TOKENS, PROCESSES, opening_rows
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks.agents import questions
 

@@ -17,13 +17,14 @@ from polykv_lib import hf
 from polykv_lib.calibration import PlanScore, macro_kl
 from polykv_lib.hf.calibration import measure, points_for
 from polykv_lib.metrics.intervals import stratified
-from polykv_lib.study.experiments import plan_answers, plan_phases
 from polykv_lib.study.experiments.common import Say, Timer, facts, row, settings
-from polykv_lib.study.experiments.eviction_items import POLICIES, Wanted, single
-from polykv_lib.study.experiments.eviction_plans import best_single
-from polykv_lib.study.experiments.eviction_scores import check_evicted, protocol
-from polykv_lib.study.experiments.plan_phases import long_answers
-from polykv_lib.study.experiments.plan_variants import Variant, What, placements, variants
+from polykv_lib.study.experiments.eviction import answers as free
+from polykv_lib.study.experiments.eviction import phases
+from polykv_lib.study.experiments.eviction.items import POLICIES, Wanted, single
+from polykv_lib.study.experiments.eviction.phases import long_answers
+from polykv_lib.study.experiments.eviction.plans import best_single
+from polykv_lib.study.experiments.eviction.scores import check_evicted, protocol
+from polykv_lib.study.experiments.eviction.variants import Variant, What, placements, variants
 from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome, Row
 
@@ -76,15 +77,15 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
     found, samples = list(rows(scores, made, drawn, point)), _samples(scores, drawn)
     if point.max_new_tokens:
         limits: dict[str, Any] = {"keep": point.keep, "max_new_tokens": point.max_new_tokens}
-        answers = plan_answers.answered(model, tokenizer, test, made, say, **limits)
+        answers = free.answered(model, tokenizer, test, made, say, **limits)
         sampling = {"seed": point.seed, "n_resamples": point.n_boot}
-        found += plan_answers.rows(answers, made, _shared(point), **sampling)
-        samples += plan_answers.samples(answers)
+        found += free.rows(answers, made, _shared(point), **sampling)
+        samples += free.samples(answers)
     if point.phase_tasks:
         before, after = replace(point, tasks=point.phase_tasks).both(tokenizer)
         asked = long_answers(before), say
-        of_phases = part("phases", plan_phases.measured, model, *asked, **measuring)
-        phased = list(plan_phases.variants(of_phases, best, each[best], kept))
+        of_phases = part("phases", phases.measured, model, *asked, **measuring)
+        phased = list(phases.variants(of_phases, best, each[best], kept))
         plans = {v.name: v.plan for v in phased}
         scores = part("phases-test", hf.evaluate_plans, model, long_answers(after), plans, say=say)
         after_prefill = {v.name for v in phased if v.phase != "decode"}

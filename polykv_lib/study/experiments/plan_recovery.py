@@ -12,13 +12,13 @@ from typing import Any
 
 from polykv_lib import hf
 from polykv_lib.calibration import macro_kl
-from polykv_lib.study.experiments import eviction_choice
 from polykv_lib.study.experiments.common import Say, Timer, facts, settings
-from polykv_lib.study.experiments.eviction_choice import Considered
-from polykv_lib.study.experiments.eviction_items import Asked, Wanted
-from polykv_lib.study.experiments.eviction_plans import OURS, Compared
-from polykv_lib.study.experiments.eviction_scores import Result, protocol, results
-from polykv_lib.study.experiments.recovery_rows import Point, rows
+from polykv_lib.study.experiments.eviction import choice
+from polykv_lib.study.experiments.eviction.choice import Considered
+from polykv_lib.study.experiments.eviction.items import Asked, Wanted
+from polykv_lib.study.experiments.eviction.plans import OURS, Compared
+from polykv_lib.study.experiments.eviction.rows import Point, rows
+from polykv_lib.study.experiments.eviction.scores import Result, protocol, results
 from polykv_lib.study.parts import part
 from polykv_lib.study.record import Outcome
 
@@ -60,7 +60,7 @@ def run(params: Mapping[str, Any], say: Say) -> Outcome:
         kept=point.kept,
         answering=point.answering,
     )
-    chosen = eviction_choice.compared(model, [a.encoded for a in calibration], considered, say)
+    chosen = choice.compared(model, [a.encoded for a in calibration], considered, say)
     calibrated = timer.seconds
     scored = list(_score(model, tokenizer, test, chosen, point, say))
     shown = Point(

@@ -13,7 +13,6 @@ import torch
 
 from polykv_lib import hf
 from polykv_lib.attend import chunked
-from polykv_lib.study.experiments import bandwidth, throughput_checks
 from polykv_lib.study.experiments.common import (
     Say,
     Timer,
@@ -22,9 +21,10 @@ from polykv_lib.study.experiments.common import (
     facts,
     settings,
 )
-from polykv_lib.study.experiments.throughput_once import Once
-from polykv_lib.study.experiments.throughput_steps import FULL, PAPER, Steps, slopes
-from polykv_lib.study.experiments.timing import torch_threads
+from polykv_lib.study.experiments.speed import bandwidth, checks
+from polykv_lib.study.experiments.speed.once import Once
+from polykv_lib.study.experiments.speed.steps import FULL, PAPER, Steps, slopes
+from polykv_lib.study.experiments.speed.timing import torch_threads
 from polykv_lib.study.record import Outcome, Row
 from polykv_lib.tasks.agents import questions
 
@@ -73,7 +73,7 @@ def _run(point: Settings, say: Say) -> Outcome:
         once = Once.read(model, ids, prompts[0], dict.fromkeys((FULL, PAPER, *point.codecs)))
         attention |= way(model.device, once.pools[FULL].geometry.head_dim, model.dtype)
         steps = Steps.of(model, once.pools, prompts[0], point.codecs, point.max_cache_gb)
-        rows += throughput_checks.rows(steps.lanes, prompts, point.answer_tokens, at | machine)
+        rows += checks.rows(steps.lanes, prompts, point.answer_tokens, at | machine)
         say(f"{n_tokens:,} tokens: answers checked, {timer.seconds:.0f} s")
         some, times = once.rows(point.once_rounds, at | machine)
         rows, samples = [*rows, *some], [*samples, *times]

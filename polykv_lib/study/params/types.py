@@ -79,7 +79,7 @@ def _geometry(name: str) -> str:
 
 
 def _policy(name: str) -> str:
-    from polykv_lib.study.experiments.eviction_items import METHODS
+    from polykv_lib.study.experiments.eviction.items import METHODS
 
     if name not in METHODS:
         raise ValueError(f"no policy {name!r}; choose one of: {', '.join(METHODS)}.")
@@ -87,7 +87,7 @@ def _policy(name: str) -> str:
 
 
 def _candidate(name: str) -> str:
-    from polykv_lib.study.experiments.eviction_items import POLICIES
+    from polykv_lib.study.experiments.eviction.items import POLICIES
 
     if name not in POLICIES:
         raise ValueError(f"{name!r} can not stand in a plan; choose from: {', '.join(POLICIES)}.")
@@ -95,8 +95,8 @@ def _candidate(name: str) -> str:
 
 
 def _answering(name: str) -> str:
-    from polykv_lib.study.experiments.eviction_items import METHODS
-    from polykv_lib.study.experiments.eviction_plans import LEVELS, PAPER_B, PPL_BUDGETS
+    from polykv_lib.study.experiments.eviction.items import METHODS
+    from polykv_lib.study.experiments.eviction.plans import LEVELS, PAPER_B, PPL_BUDGETS
 
     known = (*METHODS, PAPER_B, PPL_BUDGETS, *LEVELS)
     if name not in known:
@@ -105,7 +105,7 @@ def _answering(name: str) -> str:
 
 
 def _control(name: str) -> str:
-    from polykv_lib.study.experiments.controls import control
+    from polykv_lib.study.experiments.inversion.controls import control
 
     control(name)
     return name

@@ -11,10 +11,10 @@ from numpy import ndarray
 
 from polykv_lib.metrics.intervals import stratified
 from polykv_lib.study.experiments.common import row
-from polykv_lib.study.experiments.eviction_items import POLICIES
-from polykv_lib.study.experiments.eviction_scores import Result
-from polykv_lib.study.experiments.joint_methods import JOINT, SINGLE, Stored
-from polykv_lib.study.experiments.recovery_rows import MACRO, groups_of
+from polykv_lib.study.experiments.eviction.items import POLICIES
+from polykv_lib.study.experiments.eviction.rows import MACRO, groups_of
+from polykv_lib.study.experiments.eviction.scores import Result
+from polykv_lib.study.experiments.joint.methods import JOINT, SINGLE, Stored
 from polykv_lib.study.record import Row
 
 BASE = f"{SINGLE}, full"  # what a gap is measured from

@@ -15,8 +15,8 @@ from polykv_lib.kv import LayerKV, stacked
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.study.estimate.work import AT_ONCE
-from polykv_lib.study.experiments.attention_shape import AttentionShape, mean_shape
-from polykv_lib.study.experiments.controls import Control
+from polykv_lib.study.experiments.inversion.attention_shape import AttentionShape, mean_shape
+from polykv_lib.study.experiments.inversion.controls import Control
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Final, Literal, TypeAlias
 
 from polykv_lib.calibration import Measurements, Recipe, shuffled, solve
 from polykv_lib.calibration.solve import BudgetSignal, PatternSignal
-from polykv_lib.study.experiments.eviction_items import POLICIES, RETRIEVAL, Kept, PlanFor, n_kept
+from polykv_lib.study.experiments.eviction.items import POLICIES, RETRIEVAL, Kept, PlanFor, n_kept
 
 What: TypeAlias = Literal["policies", "budgets"]
 PATTERNS: Final[tuple[PatternSignal, ...]] = ("cosine", "ppl", "error")

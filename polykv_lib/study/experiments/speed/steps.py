@@ -11,8 +11,8 @@ from polykv_lib.attend import native
 from polykv_lib.metrics.intervals import CONFIDENCE, Interval, median_interval
 from polykv_lib.pool import SharedKVPool
 from polykv_lib.study.experiments.common import row
-from polykv_lib.study.experiments.decoding import Agents, step_ms
-from polykv_lib.study.experiments.timing import per_second, ratio
+from polykv_lib.study.experiments.speed.decoding import Agents, step_ms
+from polykv_lib.study.experiments.speed.timing import per_second, ratio
 from polykv_lib.study.record import Row
 
 FULL, PAPER = "full", "paper"  # codecs of what the dense and the published methods read

@@ -13,8 +13,8 @@ from polykv_lib.calibration.solve import PatternSignal
 from polykv_lib.evict import FullKV, Plan
 from polykv_lib.hf.calibration import measure
 from polykv_lib.study.experiments.common import Say
-from polykv_lib.study.experiments.eviction_items import Asked, Kept, PlanFor
-from polykv_lib.study.experiments.plan_variants import Variant, direction, solved
+from polykv_lib.study.experiments.eviction.items import Asked, Kept, PlanFor
+from polykv_lib.study.experiments.eviction.variants import Variant, direction, solved
 
 PHASES: Final = ("prefill", "decode", "both")
 PATTERNS: Final[tuple[PatternSignal, ...]] = ("cosine", "ppl")

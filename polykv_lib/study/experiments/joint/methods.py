@@ -14,9 +14,9 @@ from polykv_lib.calibration.joint import Codecs, Sizes, most_tokens
 from polykv_lib.evict import FullKV, Plan
 from polykv_lib.kv import Geometry
 from polykv_lib.pool import SIZE_OF_ID, layers_nbytes, sizes_of
-from polykv_lib.study.experiments.eviction_items import PlanFor, single
-from polykv_lib.study.experiments.eviction_plans import paper_b
-from polykv_lib.study.experiments.eviction_scores import Read, Result
+from polykv_lib.study.experiments.eviction.items import PlanFor, single
+from polykv_lib.study.experiments.eviction.plans import paper_b
+from polykv_lib.study.experiments.eviction.scores import Read, Result
 
 JOINT: Final = "joint"
 GAIN_CURVE: Final = "gain-curve"

@@ -21,7 +21,7 @@ from polykv_lib import hf
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.memory import peak_memory
 from polykv_lib.pool import SharedKVPool
-from polykv_lib.study.experiments.timing import interleaved_ms
+from polykv_lib.study.experiments.speed.timing import interleaved_ms
 
 ANSWER_TOKENS: Final = 64  # `ask`'s default; an agent is weighed after an answer of this length
 PEAK_TOKENS: Final = 4  # new tokens while the peak is taken: it is reached at the first ones

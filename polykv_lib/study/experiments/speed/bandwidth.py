@@ -22,7 +22,7 @@ from polykv_lib.pool import SharedKVPool, Stored
 from polykv_lib.quantize import FullPrecision
 from polykv_lib.study.experiments.common import row
 from polykv_lib.study.experiments.memory_scaling import build
-from polykv_lib.study.experiments.timing import interleaved_ms, per_second
+from polykv_lib.study.experiments.speed.timing import interleaved_ms, per_second
 from polykv_lib.study.record import Row
 
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}  # far more than any cache holds

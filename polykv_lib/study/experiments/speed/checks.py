@@ -12,8 +12,8 @@ from torch import Tensor
 from polykv_lib import hf
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.study.experiments.common import row
-from polykv_lib.study.experiments.decoding import Agents
-from polykv_lib.study.experiments.throughput_steps import FULL, Lane
+from polykv_lib.study.experiments.speed.decoding import Agents
+from polykv_lib.study.experiments.speed.steps import FULL, Lane
 from polykv_lib.study.record import Row
 
 REFERENCE = "expanded-batch"  # an ordinary cache that holds what the pool decodes to

@@ -26,9 +26,9 @@ from polykv_lib import hf
 from polykv_lib.metrics.intervals import median_interval
 from polykv_lib.metrics.memory import private_bytes
 from polykv_lib.pool import SharedKVPool, file, load
-from polykv_lib.study.experiments import opening_reader
 from polykv_lib.study.experiments.common import row
-from polykv_lib.study.experiments.timing import interleaved_ms
+from polykv_lib.study.experiments.speed import opening_reader
+from polykv_lib.study.experiments.speed.timing import interleaved_ms
 from polykv_lib.study.record import Row
 
 PROCESSES: Final = 4

@@ -15,8 +15,8 @@ from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.intervals import median_interval
 from polykv_lib.pool import SharedKVPool, freeze
 from polykv_lib.study.experiments.common import compressed, row
-from polykv_lib.study.experiments.decoding import Agents
-from polykv_lib.study.experiments.timing import interleaved_ms, ratio
+from polykv_lib.study.experiments.speed.decoding import Agents
+from polykv_lib.study.experiments.speed.timing import interleaved_ms, ratio
 from polykv_lib.study.record import Row
 
 KEEP = 0.25  # share of the document that the evicting prefills keep

@@ -9,9 +9,9 @@ import numpy as np
 
 from polykv_lib.metrics.intervals import Interval, stratified
 from polykv_lib.study.experiments.common import row
-from polykv_lib.study.experiments.eviction_items import POLICIES
-from polykv_lib.study.experiments.eviction_plans import BUDGETS_ALONE, OURS, SHUFFLED, Compared
-from polykv_lib.study.experiments.eviction_scores import Result
+from polykv_lib.study.experiments.eviction.items import POLICIES
+from polykv_lib.study.experiments.eviction.plans import BUDGETS_ALONE, OURS, SHUFFLED, Compared
+from polykv_lib.study.experiments.eviction.scores import Result
 from polykv_lib.study.record import Row
 
 MACRO: Final = "macro"  # the mean over families

@@ -19,7 +19,7 @@ from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.metrics.perplexity import token_nll
 from polykv_lib.pool import Codecs, SharedKVPool
 from polykv_lib.quantize import FullPrecision
-from polykv_lib.study.experiments.eviction_items import Asked, PlanFor
+from polykv_lib.study.experiments.eviction.items import Asked, PlanFor
 
 FULL = "FullKV"
 

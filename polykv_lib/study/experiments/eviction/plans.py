@@ -16,8 +16,8 @@ from polykv_lib.calibration import (
 )
 from polykv_lib.evict import Plan
 from polykv_lib.study.experiments.common import Say
-from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, Kept, PlanFor, n_kept
-from polykv_lib.study.experiments.eviction_scores import FULL, Method
+from polykv_lib.study.experiments.eviction.items import POLICIES, PYRAMID, Kept, PlanFor, n_kept
+from polykv_lib.study.experiments.eviction.scores import FULL, Method
 
 PAPER_B: Final = "paper-b"
 PPL_BUDGETS: Final = f"{PAPER_B}, ppl budgets"

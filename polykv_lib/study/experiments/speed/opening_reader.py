@@ -1,7 +1,7 @@
 """A process of its own that reads saved pools: what its private memory grows by, one line a pool.
 
-`python -m polykv_lib.study.experiments.opening_reader POOL ...` prints a line and waits for one
-before it starts, after it has read a pool, and after it has weighed itself. So several such
+`python -m polykv_lib.study.experiments.speed.opening_reader POOL ...` prints a line and waits for
+one before it starts, after it has read a pool, and after it has weighed itself. So several such
 processes hold the same file at once: a page that only one of them maps would count as private.
 """
 

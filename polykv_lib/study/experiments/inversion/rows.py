@@ -11,8 +11,8 @@ from scipy.stats import binomtest
 
 from polykv_lib.metrics.intervals import Interval, mean_interval
 from polykv_lib.metrics.perplexity import delta_pct
-from polykv_lib.study.experiments.attention_shape import AttentionShape
 from polykv_lib.study.experiments.common import row
+from polykv_lib.study.experiments.inversion.attention_shape import AttentionShape
 from polykv_lib.study.record import Row
 
 DISTANCES = (0, 16, 32, 64, 128, 256, 512)  # edges of the bins, in tokens after the document

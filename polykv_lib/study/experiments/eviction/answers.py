@@ -1,7 +1,7 @@
 """Free answers under the plans of one signal: the scores of arXiv:2606.15157, Table 3, at prefill.
 
 Answers are greedy and nothing is evicted while one is written. Routing while decoding is scored by
-KL alone (`plan_phases`).
+KL alone (`phases`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ import numpy as np
 
 from polykv_lib.metrics.intervals import stratified
 from polykv_lib.study.experiments.common import Say, row
-from polykv_lib.study.experiments.eviction_items import Asked
-from polykv_lib.study.experiments.eviction_scores import FULL, Method, Result, results
-from polykv_lib.study.experiments.plan_variants import Variant
+from polykv_lib.study.experiments.eviction.items import Asked
+from polykv_lib.study.experiments.eviction.scores import FULL, Method, Result, results
+from polykv_lib.study.experiments.eviction.variants import Variant
 from polykv_lib.study.parts import part
 from polykv_lib.study.record import Row
 

@@ -16,8 +16,8 @@ from polykv_lib import hf
 from polykv_lib.calibration import EncodedItem, Measurements, PlanScore, choose
 from polykv_lib.hf.calibration import FRACTIONS, measure
 from polykv_lib.study.experiments.common import Say
-from polykv_lib.study.experiments.eviction_items import POLICIES, PYRAMID, Kept, PlanFor, single
-from polykv_lib.study.experiments.eviction_plans import (
+from polykv_lib.study.experiments.eviction.items import POLICIES, PYRAMID, Kept, PlanFor, single
+from polykv_lib.study.experiments.eviction.plans import (
     BUDGETS_ALONE,
     LEVELS,
     PAPER_B,

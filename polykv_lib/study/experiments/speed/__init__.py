@@ -1,0 +1,1 @@
+"""What is timed and weighed: steps of agents, first tokens, openings, and how a time is taken."""
