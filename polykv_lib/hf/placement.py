@@ -21,17 +21,14 @@ def spread(asked: str | torch.device | None, place: torch.device) -> dict[str, A
     return {"device_map": "sequential", "max_memory": free}
 
 
-def four_bit(place: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def four_bit(dtype: torch.dtype) -> dict[str, Any]:
     """Loading options for 4-bit weights: NF4 with quantised scales, computing in `dtype`.
 
     Without a compute dtype bitsandbytes computes in float32, which is slow and says nothing.
 
     Raises:
-        RuntimeError: there is no GPU, which these weights need.
         ModuleNotFoundError: bitsandbytes is not installed.
     """
-    if place.type != "cuda":
-        raise RuntimeError("4-bit weights need a GPU; leave @4bit out of the model's name on a CPU")
     if find_spec("bitsandbytes") is None:
         raise ModuleNotFoundError(
             "4-bit weights are loaded by bitsandbytes, which is not installed: "
@@ -45,6 +42,17 @@ def four_bit(place: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         bnb_4bit_compute_dtype=dtype,
     )
     return {"quantization_config": quantised}
+
+
+def keep_compute_dtype(model: torch.nn.Module) -> None:
+    """Has 4-bit layers on a CPU compute in the dtype they were loaded with.
+
+    Where a CPU multiplies bfloat16, bitsandbytes would use that whatever the dtype, and repack the
+    weights on first use, which changes the model's fingerprint.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

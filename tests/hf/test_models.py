@@ -1,4 +1,3 @@
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -13,7 +12,6 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import (
-    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -335,42 +333,6 @@ def test_only_several_gpus_with_none_asked_for_are_filled_in_order(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 16_000))
     assert placement.spread(asked, torch.device("cuda")) == options
     assert placement.spread(asked, torch.device("cpu")) == {}
-
-
-def test_four_bit_weights_compute_in_the_dtype_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, object] = {}
-
-    def from_pretrained(source: str, **options: object) -> LlamaForCausalLM:
-        asked.update(options)
-        return tiny()
-
-    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    monkeypatch.setattr(placement, "find_spec", lambda _: True)
-    version = importlib.metadata.version
-    monkeypatch.setattr(  # transformers asks for it where the option is made
-        importlib.metadata, "version", lambda p: "0.46" if p == "bitsandbytes" else version(p)
-    )
-    model, _ = load_model("smollm2-135m@4bit")
-    quantised = asked["quantization_config"]
-    assert isinstance(quantised, BitsAndBytesConfig)
-    assert quantised.load_in_4bit
-    assert quantised.bnb_4bit_quant_type == "nf4"
-    assert quantised.bnb_4bit_compute_dtype is asked["dtype"] is torch.float16
-    assert asked["device_map"] == {"": torch.device("cuda")}
-    assert model.config.name_or_path == "smollm2-135m@4bit"
-
-
-def test_four_bit_weights_without_gpu_or_bitsandbytes_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(RuntimeError, match="4-bit weights need a GPU; leave @4bit out"):
-        load_model("smollm2-135m@4bit", device="cpu")
-    monkeypatch.setattr(placement, "find_spec", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps bitsandbytes"):
-        placement.four_bit(torch.device("cuda"), torch.float16)
 
 
 # --- fingerprints ---------------------------------------------------------------------------------
