@@ -52,7 +52,7 @@ def keep_compute_dtype(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

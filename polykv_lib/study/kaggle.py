@@ -144,8 +144,8 @@ def _notebook(point: Point, root: Path) -> nbformat.NotebookNode:
     book.metadata.pop("papermill", None)
     cell = (root / "env" / "kaggle" / "install.py").read_text()
     listed = [*_names(root), *(["bitsandbytes"] if _model(point).endswith("@4bit") else [])]
-    line = next(text for text in cell.splitlines() if text.startswith("NAMES = "))
-    cell = cell.replace(line, f"NAMES = {json.dumps(['polykv-lib', *listed])}")
+    line = next(text for text in cell.splitlines() if text.startswith("names = "))
+    cell = cell.replace(line, f"names = {json.dumps(['polykv-lib', *listed])}")
     book.cells.insert(1, nbformat.v4.new_code_cell(cell.rstrip(), id="install"))
     return book
 

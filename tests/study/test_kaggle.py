@@ -1,11 +1,14 @@
 """Export to Kaggle: a real wheel, a notebook with its point's parameters, metadata, and refusals."""
 
 import dataclasses
+import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
 
@@ -14,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polykv_lib.study import cli, grid, kaggle
+from polykv_lib.study.params import from_namespace, validate
 from polykv_lib.study.platform import PlatformError
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +83,21 @@ def test_the_notebook_runs_its_point_without_further_parameters(folder: Path) ->
     assert {name: space[name] for name in chosen} == chosen
 
 
+def test_no_name_of_the_install_cell_is_taken_for_a_parameter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cells before the set-up run as they are exported, in one namespace."""
+    source, notebook = cells(folder), LLAMA[0].source.stem
+    names = json.loads(source["install"].partition("names = ")[2].splitlines()[0])
+    here = [SimpleNamespace(name=name) for name in names]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: here)
+    space: dict[str, Any] = {}
+    for name, code in itertools.takewhile(lambda cell: cell[0] != "setup", source.items()):
+        if name != "title":
+            exec(code, space)
+    assert validate(notebook, from_namespace(notebook, space)) == LLAMA[0].chosen
+
+
 def test_the_wheel_holds_the_library_and_the_first_cell_installs_it(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -90,8 +109,8 @@ def test_the_wheel_holds_the_library_and_the_first_cell_installs_it(
     nothing_installed = "import importlib.metadata as m\nm.distributions = lambda: []\n"
 
     def run(mounted: Path) -> subprocess.CompletedProcess[str]:
-        names = cell.index("NAMES = ")
-        own = f'NAMES = ["polykv-lib"]{cell[cell.index(chr(10), names) :]}'
+        names = cell.index("names = ")
+        own = f'names = ["polykv-lib"]{cell[cell.index(chr(10), names) :]}'
         code = nothing_installed + (cell[:names] + own).replace("/kaggle/input", str(mounted))
         environment = {**os.environ, "PIP_TARGET": str(tmp_path / "site"), "PIP_NO_INDEX": "1"}
         return subprocess.run(
