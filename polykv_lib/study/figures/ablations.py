@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from polykv_lib.study.figures.drawing import counted, legend_below, look
+from polykv_lib.study.figures.drawing import counted, legend_below, log_values, look
 from polykv_lib.study.rows import pick
 
 OFFSETS = {"uniform": 0.0, "forward": 0.15, "inverse": -0.15, "shuffled": 0.0}  # of a line's marks
@@ -13,7 +13,7 @@ OFFSETS = {"uniform": 0.0, "forward": 0.15, "inverse": -0.15, "shuffled": 0.0}  
 def signals_by_decision(numbers: pd.DataFrame, ax: Axes) -> None:
     """KL under the policies or the budgets that each signal chooses at prefill."""
     _signals(pick(numbers, table="ablations", metric="kl_nats"), ax)
-    ax.set_xscale("log")
+    log_values(ax, "x")
 
 
 def signals_by_phase(numbers: pd.DataFrame, ax: Axes) -> None:

@@ -3,15 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 COLUMN, TEXT, PAGE = 3.25, 5.5, 6.75  # widths in inches
 STYLE = Path(__file__).with_name("polykv.mplstyle")
@@ -162,19 +163,24 @@ def series(
 
 
 def ticks_at(ax: Axes, values: pd.Series) -> None:
-    """Ticks on the x axis where something was measured, written out, log-2 spaced."""
+    """Ticks on the x axis where something was measured, written out, log-2 spaced.
+
+    A tick close to the one before it is written a line lower.
+    """
+    ticks = sorted(values.unique())
+    lower = {tick for before, tick in pairwise(ticks) if tick < 1.3 * before}
     ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(sorted(values.unique())))
+    ax.set_xticks(ticks, ["\n" * (tick in lower) + f"{tick:,.0f}" for tick in ticks])
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
-def log_values(ax: Axes) -> None:
-    """A logarithmic y axis with ticks at 1, 2 and 5 times a power of ten, written out."""
-    ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+def log_values(ax: Axes, of: Literal["x", "y"] = "y") -> None:
+    """A logarithmic axis with ticks at 1, 2 and 5 times a power of ten, written out."""
+    ax.set(**{f"{of}scale": "log"})
+    axis = ax.xaxis if of == "x" else ax.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6f}".rstrip("0").rstrip(".")))
 
 
 def legend_below(ax: Axes) -> None:

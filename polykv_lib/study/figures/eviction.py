@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from polykv_lib.study.figures.drawing import counted, legend_below, look
+from polykv_lib.study.figures.drawing import counted, legend_below, log_values, look
 from polykv_lib.study.rows import pick
 
 FLOOR = -100.0  # per cent; what falls below is cut, and counted in the title
@@ -73,7 +73,8 @@ def plan_map(numbers: pd.DataFrame, ax: Axes) -> None:
 def budget_sweep(numbers: pd.DataFrame, ax: Axes) -> None:
     """KL from the full cache over the share that is kept, with its interval as a band."""
     rows = _sweep(numbers, "kl_nats", ax)
-    ax.set(yscale="log", ylabel="KL from the full cache [nats]")
+    log_values(ax)
+    ax.set_ylabel("KL from the full cache [nats]")
     ax.set_title(_swept(rows))
 
 

@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from polykv_lib.study.figures.drawing import LOOKS, counted, legend_below, look, series
+from polykv_lib.study.figures.drawing import LOOKS, counted, legend_below, log_values, look, series
 from polykv_lib.study.rows import pick
 
 BY_LAYER = "by layer"
@@ -24,7 +24,8 @@ def codec_frontier(numbers: pd.DataFrame, ax: Axes) -> None:
         ax.axhline(goal, color=look("paper").colour, lw=0.6, ls="--")
     if by_layer:
         series(ax, bits[by_layer], kl.loc[by_layer], BY_LAYER)
-    ax.set(yscale="log", xlabel="bits an element, all stored bytes counted")
+    log_values(ax)
+    ax.set_xlabel("bits an element, all stored bytes counted")
     ax.set_ylabel("KL from the full cache [nats]")
     ax.set_title(f"{', '.join(report['model'].unique())}, {counted(kl, 'articles')}")
     legend_below(ax)

@@ -3,7 +3,14 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from polykv_lib.study.figures.drawing import legend_below, look, series, ticks_at, titled
+from polykv_lib.study.figures.drawing import (
+    legend_below,
+    log_values,
+    look,
+    series,
+    ticks_at,
+    titled,
+)
 from polykv_lib.study.rows import pick
 
 GEOMETRY, AGENTS, TOKENS = "llama-3-8b", 15, 5035  # the published run that ours stand beside
@@ -74,5 +81,6 @@ def _memory(at: pd.DataFrame, over: str, ax: Axes) -> None:
                 lw=0.7,
                 label="published (float32 bytes)" if name == "paper" else None,
             )
-    ax.set(yscale="log", ylabel="KV cache [GB]")
+    log_values(ax)
+    ax.set_ylabel("KV cache [GB]")
     legend_below(ax)

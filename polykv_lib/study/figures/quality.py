@@ -3,7 +3,14 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from polykv_lib.study.figures.drawing import legend_below, look, series, ticks_at, titled
+from polykv_lib.study.figures.drawing import (
+    legend_below,
+    log_values,
+    look,
+    series,
+    ticks_at,
+    titled,
+)
 from polykv_lib.study.rows import pick
 
 
@@ -33,7 +40,8 @@ def kl_vs_bits(numbers: pd.DataFrame, ax: Axes) -> None:
         rows = pick(kl, codec=codec)
         if codec != "full":
             series(ax, bits[[codec] * len(rows)], rows, codec)
-    ax.set(yscale="log", xlabel="bits an element, all stored bytes counted")
+    log_values(ax)
+    ax.set_xlabel("bits an element, all stored bytes counted")
     ax.set(ylabel="KL from the full cache [nats]", title=titled(kl, "articles"))
     legend_below(ax)
 
@@ -53,5 +61,6 @@ def fidelity_vs_agents(numbers: pd.DataFrame, ax: Axes) -> None:
         series(ax, rows["n_agents"], rows, control)
     encoders = ", ".join(sorted(scores["encoder"].dropna().unique()))
     ax.set(xlabel="agents in one batch", ylabel=f"BERTScore F1\n({encoders})")
-    ax.set(title=titled(scores, "articles"), xticks=sorted(scores["n_agents"].unique()))
+    tokens = "".join(f", {n:,.0f} tokens" for n in scores["context_tokens"].dropna().unique())
+    ax.set(title=titled(scores, "articles") + tokens, xticks=sorted(scores["n_agents"].unique()))
     legend_below(ax)
