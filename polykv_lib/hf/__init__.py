@@ -4,19 +4,30 @@ from polykv_lib.hf.attention import prepare
 from polykv_lib.hf.baselines import PooledAgent, expanded_cache, folded_cache, full_cache
 from polykv_lib.hf.build import build_pool, load_pool, prefill, share
 from polykv_lib.hf.caches import AgentCache, dense_bytes
-from polykv_lib.hf.calibration import calibrate
+from polykv_lib.hf.calibration import (
+    calibrate,
+    calibrate_joint,
+    codec_kl,
+    evaluate_plans,
+    kl_of_each,
+    logits_from,
+    read_back,
+    tail_states,
+)
 from polykv_lib.hf.evicting import EvictingCache
-from polykv_lib.hf.export import export_model
-from polykv_lib.hf.footprint import Footprint, footprint, geometry_of
 from polykv_lib.hf.generate import ask, greedy, logits
-from polykv_lib.hf.joint import calibrate_joint
-from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
+from polykv_lib.hf.models import (
+    Footprint,
+    export_model,
+    footprint,
+    geometry_of,
+    load_model,
+    model_fingerprint,
+    tokenizer_fingerprint,
+)
 from polykv_lib.hf.observe import observed_cache
 from polykv_lib.hf.prompts import document_ids, question_ids, stop_ids
 from polykv_lib.hf.reading import evict_document, read_document
-from polykv_lib.hf.stored_alone import codec_kl, kl_of_each, read_back
-from polykv_lib.hf.suffix import logits_from, tail_states
-from polykv_lib.hf.validation import evaluate_plans
 
 __all__ = [
     "AgentCache",

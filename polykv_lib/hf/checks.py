@@ -7,8 +7,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from polykv_lib.evict import Plan
 from polykv_lib.hf import compat
 from polykv_lib.hf.attention import NAME
-from polykv_lib.hf.footprint import geometry_of
 from polykv_lib.hf.models import model_fingerprint, tokenizer_fingerprint
+from polykv_lib.hf.models.footprint import geometry_of
 from polykv_lib.pool import PoolError, SharedKVPool
 
 

@@ -100,7 +100,7 @@ def export(folder: Path, points: Sequence[Point], root: Path, options: Options) 
 
 
 def _kernel(point: Point, options: Options) -> tuple[str, dict[str, Any]]:
-    from polykv_lib.hf.sources import kaggle_handle  # here, because it imports torch
+    from polykv_lib.hf.models.sources import kaggle_handle  # here, because it imports torch
 
     model = _model(point)
     embedded = model == EMBEDDED_MODEL

@@ -23,10 +23,11 @@ from polykv_lib.evict import (
     SnapKV,
     StreamingLLM,
 )
-from polykv_lib.hf import calibration, single_layer, validation
+from polykv_lib.hf.calibration import calibrating as calibration
+from polykv_lib.hf.calibration import single_layer, validation
+from polykv_lib.hf.calibration.single_layer import Settings, measure_item
+from polykv_lib.hf.calibration.suffix import answer_logits, decoded_logits
 from polykv_lib.hf.compat import forward
-from polykv_lib.hf.single_layer import Settings, measure_item
-from polykv_lib.hf.suffix import answer_logits, decoded_logits
 
 POLICIES = (H2O(recent=0.0), KeyDiff(), StreamingLLM(), D2O())
 N, TARGET = 48, 0.25

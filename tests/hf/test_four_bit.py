@@ -7,9 +7,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 import polykv_lib as pk
 from polykv_lib import hf, presets
-from polykv_lib.hf import models, placement
 from polykv_lib.hf.compat import forward
-from polykv_lib.hf.models import load_model, model_fingerprint
+from polykv_lib.hf.models import load_model, loading, model_fingerprint, placement
 from polykv_lib.pool import PoolError
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -72,7 +71,7 @@ def test_on_a_t4_they_compute_in_float16(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.update(options)
         raise InterruptedError
 
-    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))

@@ -18,8 +18,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from polykv_lib.hf import embedded, models, placement, sources
-from polykv_lib.hf.models import load_model, model_fingerprint, tokenizer_fingerprint
+from polykv_lib.hf.attention import prepare
+from polykv_lib.hf.models import (
+    embedded,
+    load_model,
+    loading,
+    model_fingerprint,
+    placement,
+    sources,
+    tokenizer_fingerprint,
+)
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -170,7 +178,7 @@ def test_a_killed_conversion_leaves_no_half_folder(tmp_path: Path) -> None:
 def test_a_local_folder_loads_and_progress_bars_come_back(
     loaded: Loaded, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = models.logging.get_verbosity(), models.logging.is_progress_bar_enabled()
+    before = loading.logging.get_verbosity(), loading.logging.is_progress_bar_enabled()
     tiny().save_pretrained(tmp_path)
     loaded[1].save_pretrained(tmp_path)
     capfd.readouterr()
@@ -178,7 +186,7 @@ def test_a_local_folder_loads_and_progress_bars_come_back(
     assert (model.dtype, model.config.num_hidden_layers) == (torch.float16, 2)
     assert tokenizer("Hello world")["input_ids"] == [19556, 905]
     assert capfd.readouterr() == ("", "")
-    assert before == (models.logging.get_verbosity(), models.logging.is_progress_bar_enabled())
+    assert before == (loading.logging.get_verbosity(), loading.logging.is_progress_bar_enabled())
 
 
 @pytest.mark.parametrize(
@@ -349,7 +357,7 @@ def test_fingerprints_of_the_embedded_model(loaded: Loaded) -> None:
 
 def test_a_fingerprint_sees_weights_geometry_and_dtype_but_not_attention() -> None:
     same = model_fingerprint(tiny())
-    assert model_fingerprint(models.prepare(tiny())) == same
+    assert model_fingerprint(prepare(tiny())) == same
     changed = tiny()
     with torch.no_grad():
         changed.model.norm.weight[-1] += 0.5

@@ -121,7 +121,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether every device holds its share."""
-        from polykv_lib.hf.placement import SHARE
+        from polykv_lib.hf.models.placement import SHARE
 
         n, usable = self.machine.n_devices, self.machine.usable
         first = 1.0 if n == 1 else min(1.0, SHARE * usable / self.weights)  # filled in order

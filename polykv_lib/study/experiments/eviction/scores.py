@@ -12,7 +12,7 @@ from torch import Tensor
 from polykv_lib import hf, presets
 from polykv_lib.calibration import EncodedItem
 from polykv_lib.evict import Plan
-from polykv_lib.hf.suffix import answer_logits
+from polykv_lib.hf.calibration.suffix import answer_logits
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics import answers
 from polykv_lib.metrics.agreement import kl_nats

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import huggingface_hub
 
-from polykv_lib.hf.embedded import embedded_folder
+from polykv_lib.hf.models.embedded import embedded_folder
 
 EMBEDDED: Final = "smollm2-135m"
 HUB_IDS: Final = {

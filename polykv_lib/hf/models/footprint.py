@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from polykv_lib.hf.sources import HUB_IDS, locate, split_form
+from polykv_lib.hf.models.sources import HUB_IDS, locate, split_form
 from polykv_lib.kv import Geometry
 
 NF4_BITS: Final = 4 + 8 / 64 + 32 / (64 * 256)  # code, 8-bit scale of 64, fp32 scale of 256 scales

@@ -13,9 +13,14 @@ from polykv_lib.calibration import EncodedItem, PlanScore
 from polykv_lib.evict import Plan
 from polykv_lib.hf.baselines import full_cache
 from polykv_lib.hf.build import held_cache, share
+from polykv_lib.hf.calibration.suffix import (
+    answer_logits,
+    answer_logits_of_rows,
+    answer_nll,
+    decoded_logits,
+)
 from polykv_lib.hf.checks import check_length
 from polykv_lib.hf.reading import KeptByPlan, evict_document
-from polykv_lib.hf.suffix import answer_logits, answer_logits_of_rows, answer_nll, decoded_logits
 from polykv_lib.kv import LayerKV
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.quantize import FullPrecision, Quantizer

@@ -35,10 +35,10 @@ from polykv_lib.calibration.recompute import Parts
 from polykv_lib.evict import EvictionPolicy, LayerPlan, counted, evict_each
 from polykv_lib.evict.merging import at
 from polykv_lib.evict.tallies import AttentionReceived, Tally
+from polykv_lib.hf.calibration.resumed import FullPass, full_pass, resumed
+from polykv_lib.hf.calibration.suffix import answer_nll
 from polykv_lib.hf.checks import check_length
 from polykv_lib.hf.observe import observe
-from polykv_lib.hf.resumed import FullPass, full_pass, resumed
-from polykv_lib.hf.suffix import answer_nll
 from polykv_lib.kv import LayerKV, Scores
 from polykv_lib.metrics.agreement import kl_nats
 

@@ -27,9 +27,9 @@ from polykv_lib.calibration.solve import BudgetSignal, PatternSignal
 from polykv_lib.evict import H2O, TOVA, EvictionPolicy, KeyDiff, Plan, SnapKV
 from polykv_lib.evict.controls import Guarded
 from polykv_lib.hf.attention import prepare
-from polykv_lib.hf.items import items_of
+from polykv_lib.hf.calibration.items import items_of
+from polykv_lib.hf.calibration.single_layer import Settings, measure_item
 from polykv_lib.hf.models import model_fingerprint
-from polykv_lib.hf.single_layer import Settings, measure_item
 from polykv_lib.native import cache_folder
 
 # Every candidate with 4 sinks and 16 recent tokens protected, inside its budget.

@@ -24,14 +24,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from polykv_lib.hf.attention import prepare
-from polykv_lib.hf.placement import (
+from polykv_lib.hf.models.placement import (
     checked_dtype,
     default_dtype,
     four_bit,
     keep_compute_dtype,
     spread,
 )
-from polykv_lib.hf.sources import EMBEDDED, locate, split_form
+from polykv_lib.hf.models.sources import EMBEDDED, locate, split_form
 
 SAMPLES_PER_PARAMETER: Final = 64
 # of each tokenizer: (its size, the rest that is covered), and its fingerprint

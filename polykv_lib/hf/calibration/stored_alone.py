@@ -11,9 +11,9 @@ from transformers import Cache, PreTrainedModel
 
 from polykv_lib.calibration import EncodedItem
 from polykv_lib.hf.baselines import full_cache
+from polykv_lib.hf.calibration.resumed import FullLayer
+from polykv_lib.hf.calibration.suffix import logits_from, tail_states
 from polykv_lib.hf.reading import read_document
-from polykv_lib.hf.resumed import FullLayer
-from polykv_lib.hf.suffix import logits_from, tail_states
 from polykv_lib.kv import LayerKV, stacked
 from polykv_lib.metrics.agreement import kl_nats
 from polykv_lib.pool import Side, is_lossless

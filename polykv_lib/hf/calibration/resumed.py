@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicLayer
 
 from polykv_lib.calibration import EncodedItem
 from polykv_lib.calibration.recompute import Parts
+from polykv_lib.hf.calibration.suffix import Hidden, logits_from, tail_states
 from polykv_lib.hf.observe import observed_cache
-from polykv_lib.hf.suffix import Hidden, logits_from, tail_states
 from polykv_lib.kv import LayerKV
 
 

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.calibration import EncodedItem, Recipe, joint
 from polykv_lib.evict import EvictionPolicy, Plan
-from polykv_lib.hf.calibration import CANDIDATES, measure, points_for
-from polykv_lib.hf.footprint import geometry_of
-from polykv_lib.hf.items import items_of
-from polykv_lib.hf.stored_alone import codec_kl
+from polykv_lib.hf.calibration.calibrating import CANDIDATES, measure, points_for
+from polykv_lib.hf.calibration.items import items_of
+from polykv_lib.hf.calibration.stored_alone import codec_kl
+from polykv_lib.hf.models.footprint import geometry_of
 from polykv_lib.pool import layers_nbytes, shared_sinks, sizes_of
 
 
