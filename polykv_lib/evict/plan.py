@@ -90,6 +90,15 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     decode: tuple[LayerPlan, ...] | None = None
 
+    def __post_init__(self) -> None:
+        for phase, layers in (("", self.layers), ("decode ", self.decode or ())):
+            for i, layer in enumerate(layers):
+                if not isinstance(layer, LayerPlan):
+                    raise ValueError(
+                        f"layer {i} of the {phase}plan is {layer!r}; pass a LayerPlan, which names "
+                        "a policy and a budget. Plan.uniform(policy, budget, n_layers) makes them."
+                    )
+
     @classmethod
     def uniform(cls, policy: EvictionPolicy, budget: int, n_layers: int) -> "Plan":
         """The same policy and budget (tokens for each KV head) in every layer."""
@@ -108,7 +117,10 @@ class Plan:
         return replace(self, decode=Plan.of(policy, each).layers)
 
     def total(self, n_heads: int) -> int:
-        """Tokens of all layers and KV heads together, after the prefill."""
+        """Tokens of all layers and KV heads together, after the prefill: the budgets' sum.
+
+        A layer of FullKV counts by its budget, though it keeps the whole document.
+        """
         return sum(sum(layer.budgets(n_heads)) for layer in self.layers)
 
     def check(self, n_layers: int, n_heads: int) -> None:
@@ -160,6 +172,8 @@ class Plan:
             raise ValueError(
                 f"{path} is no plan: it needs `prefill:`, a list with an entry a layer."
             )
+        if unknown := [name for name in content if name not in ("schema", "prefill", "decode")]:
+            raise ValueError(f"{path} has {unknown[0]!r}; a plan has schema, prefill and decode.")
         schema = content.get("schema", SCHEMA)
         if not isinstance(schema, int) or schema > SCHEMA:
             raise ValueError(f"{path} has schema {schema!r}, this version reads {SCHEMA}.")

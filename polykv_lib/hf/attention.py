@@ -1,5 +1,7 @@
 """The attention function registered with transformers under the name "polykv"."""
 
+from functools import wraps
+from types import MethodType
 from typing import Any, Final
 
 from jaxtyping import Bool, Float
@@ -10,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from polykv_lib.attend import attend
 from polykv_lib.hf import compat
-from polykv_lib.hf.caches import AgentLayer
+from polykv_lib.hf.caches import AgentCache, AgentLayer
 from polykv_lib.hf.evicting_layer import EvictingLayer
 from polykv_lib.hf.observe import ObservedLayer, changed
 
@@ -45,7 +47,24 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             "not read a pool. Use a model that does, such as Llama, Qwen, Mistral or Phi-3."
         )
     model.set_attn_implementation(NAME)
+    model.prepare_inputs_for_generation = MethodType(_checked_inputs(type(model)), model)
     return model
+
+
+def _checked_inputs(kind: type[PreTrainedModel]) -> Any:
+    """What `generate()` calls before every step, after a look at what an agent's cache is given."""
+    plain = kind.prepare_inputs_for_generation
+
+    @wraps(plain)
+    def prepare_inputs_for_generation(
+        model: PreTrainedModel, input_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = kwargs.get("cache", kwargs.get("past_key_values"))
+        if isinstance(given, AgentCache):
+            given.check_inputs(input_ids)
+        return plain(model, input_ids, *args, **kwargs)
+
+    return prepare_inputs_for_generation
 
 
 def attention(

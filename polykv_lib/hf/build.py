@@ -116,7 +116,7 @@ def prefill(
     """
     check_prepared(model)
     check_plan(plan)
-    check_ids(ids)
+    check_ids(model, ids, attention_mask)
     check_chunk(chunk)
     if plan.decode is None and attention_mask is None and chunk is None and ids.shape[0] == 1:
         lossless = FullPrecision()

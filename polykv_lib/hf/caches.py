@@ -172,6 +172,7 @@ class AgentCache(Cache):
         `by_torch` leaves the native kernel out.
         """
         self.n_agents = n
+        self.document_ids = pool.document_ids
         self.kept_per_head = pool.kept_per_head  # tokens of the document, by layer and KV head
         self.last: AgentLayer | None = None  # updated last: its attention must have read it
         self.masks = Masks()
@@ -205,6 +206,24 @@ class AgentCache(Cache):
             self.masks.clear()
         self.last = self.layers[layer_idx]
         return self.last.update(key_states, value_states, *args, **kwargs)
+
+    def check_inputs(self, ids: Tensor) -> None:
+        """Refuse what `generate()` can not go on from: it drops as many ids as the cache has seen.
+
+        Raises:
+            PoolError: ids that do not begin with the document's, or of which none is new.
+        """
+        seen, n = self.get_seq_length(), len(self.document_ids)
+        wrong = ids.shape[1] <= seen
+        if not wrong and seen == n:  # the first step; later ones are not compared again
+            wrong = bool((ids[:, :n] != self.document_ids.to(ids.device)).any())
+        if wrong:
+            raise PoolError(
+                f"generate() got ids of shape {list(ids.shape)}, of which it drops the {seen} that "
+                f"the cache has seen; pass the document's {n} tokens, pool.document_ids, and after "
+                "them each agent's own, with a new cache or all that this one has seen; or use "
+                "polykv_lib.ask."
+            )
 
     @property
     def nbytes(self) -> int:

@@ -1,5 +1,7 @@
 """What is refused before any compute, in one sentence each."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,12 +36,7 @@ def check_document(model: PreTrainedModel, ids: Tensor) -> None:
         )
     if ids.shape[1] == 0:
         raise ValueError("document_ids are empty; a pool needs at least one token.")
-    largest, vocabulary = int(ids.max()), model.get_input_embeddings().num_embeddings
-    if largest >= vocabulary or int(ids.min()) < 0:
-        raise ValueError(
-            f"document_ids reach {largest}, but the model's vocabulary has {vocabulary} tokens; "
-            "tokenise the text with this model's tokenizer."
-        )
+    _check_vocabulary(model, ids, "document_ids")
     check_length(model, ids.shape[1], "the document")
 
 
@@ -47,17 +44,32 @@ def _are_ids(x: Tensor) -> bool:
     return x.dtype in (torch.int64, torch.int32) and x.dim() == 2
 
 
-def check_ids(ids: object) -> None:
-    """Refuse what is no row of token ids."""
+def _check_vocabulary(model: PreTrainedModel, ids: Tensor, name: str) -> None:
+    largest, vocabulary = int(ids.max()), model.get_input_embeddings().num_embeddings
+    if largest >= vocabulary or int(ids.min()) < 0:
+        raise ValueError(
+            f"{name} reach {largest}, but the model's vocabulary has {vocabulary} tokens; "
+            "tokenise the text with this model's tokenizer."
+        )
+
+
+def check_ids(model: PreTrainedModel, ids: object, mask: object = None) -> None:
+    """Refuse what is no row of the model's token ids, or a mask of another shape."""
     if not isinstance(ids, Tensor) or not _are_ids(ids) or not ids.numel():
         found = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
         raise ValueError(f"ids are {found}; pass token ids as an int64 tensor [rows, T].")
+    _check_vocabulary(model, ids, "ids")
+    if isinstance(mask, Tensor) and mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}, ids {list(ids.shape)}; pass 1 for each "
+            "token and 0 for padding, of the same shape."
+        )
 
 
-def check_chunk(chunk: int | None) -> None:
+def check_chunk(chunk: object) -> None:
     """Refuse what is no number of tokens to read at a time."""
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk}; pass tokens to prefill at a time, 1 or more.")
+    if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
+        raise ValueError(f"chunk={chunk!r}; pass tokens to prefill at a time, 1 or more.")
 
 
 def check_plan(plan: object) -> None:

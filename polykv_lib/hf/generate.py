@@ -1,6 +1,7 @@
 """Pool -> answers: feed tokens after a document, and generate for many agents in one batch."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def ask(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     pool: SharedKVPool,
-    questions: Sequence[str],
+    questions: Iterable[str],
     *,
     max_new_tokens: int = 64,
 ) -> list[str]:
@@ -95,13 +96,16 @@ def ask(
         ValueError: no question, one that is empty or no text, or one too long for the model's
             positions.
     """
-    if isinstance(questions, str) or not questions:
+    if isinstance(questions, str) or not isinstance(questions, Iterable):
+        raise ValueError(f"questions={questions!r}; pass a list of strings, one for each agent.")
+    questions = list(questions)
+    if not questions:
         raise ValueError(f"questions={questions!r}; pass a list of strings, one for each agent.")
     for i, question in enumerate(questions):
         if not isinstance(question, str):
             raise ValueError(f"question {i} is {question!r}; pass a string.")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}; an answer has at least one token.")
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}; an answer has at least one token.")
     check_owner(pool, "the pool", model, tokenizer)
     is_open = prompts.turn_is_open(tokenizer, pool.document_ids)
     own = [prompts.question_ids(tokenizer, q, turn_is_open=is_open) for q in questions]

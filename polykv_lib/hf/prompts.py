@@ -17,6 +17,8 @@ def document_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[Tensor, "
 
     Without a chat template: the begin-of-text token, if the tokenizer has one, and the text.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"the document is a {type(text).__name__}; pass its text as a string.")
     if not text.strip():
         raise ValueError("the document is empty; a pool needs at least one token of text.")
     opening, _, _ = _turn(tokenizer)

@@ -1,6 +1,7 @@
 """Keys and values of a prefilled document -> a pool."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -50,8 +51,10 @@ def freeze(
         ValueError: what is no codec.
     """
     check_codecs(keys, values)
-    if n_sink < 0:
-        raise PoolError(f"n_sink={n_sink}; pass the number of first tokens to protect, 0 for none.")
+    if not isinstance(n_sink, Integral) or n_sink < 0:
+        raise PoolError(
+            f"n_sink={n_sink!r}; pass the number of first tokens to protect, 0 for none."
+        )
     frozen = []
     shape: tuple[int, ...] = ()
     for i, layer in enumerate(layers):
@@ -68,7 +71,12 @@ def freeze(
             "there is no layer to freeze; pass one LayerKV for each layer of the model."
         )
     _, n_heads, n_tokens, head_dim = shape
-    ids = torch.zeros(0, dtype=torch.int32) if document_ids is None else document_ids[0]
+    ids = torch.zeros(1, 0) if document_ids is None else document_ids
+    if document_ids is not None and ids.shape != (1, n_tokens):
+        raise PoolError(
+            f"document_ids have shape {list(ids.shape)} for a document of {n_tokens} tokens; pass "
+            f"its token ids as [1, {n_tokens}]."
+        )
     return SharedKVPool(
         layers=tuple(frozen),
         geometry=Geometry(
@@ -78,7 +86,7 @@ def freeze(
             head_dim=head_dim,
         ),
         n_tokens=n_tokens,
-        document_ids=ids.to(torch.int32).cpu(),
+        document_ids=ids[0].to(torch.int32).cpu(),
         owner=owner or {},
         cache_factory=cache_factory,
     )
@@ -127,10 +135,11 @@ def _of_layer(codecs: Codecs, name: str, index: int) -> Side:
 
 def _checked_shape(layer: LayerKV, index: int, before: tuple[int, ...]) -> tuple[int, ...]:
     shapes = tuple(layer.keys.shape), tuple(layer.values.shape)
-    if shapes[0] != shapes[1] or len(shapes[0]) != 4 or shapes[0][0] != 1:
+    of_one = shapes[0] == shapes[1] and len(shapes[0]) == 4 and shapes[0][0] == 1
+    if not of_one or 0 in shapes[0]:
         raise PoolError(
             f"layer {index} has keys {list(shapes[0])} and values {list(shapes[1])}; a pool takes "
-            "both as [1, head, token, dim], one document, of one shape."
+            "both as [1, head, token, dim], one document of at least one token, of one shape."
         )
     if before and shapes[0] != before:
         raise PoolError(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from polykv_lib.pool.pieces import Piece, PoolError, dense, describe, restore
 CacheFactory = Callable[["SharedKVPool", int], Any]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class SharedKVPool:
     """One document's keys and values: immutable, so any number of agents and threads may read."""
 
@@ -34,8 +35,8 @@ class SharedKVPool:
 
     def agent_cache(self, n: int) -> Any:
         """A transformers `Cache` for a batch of n agents; it holds their own tokens only."""
-        if n < 1:
-            raise PoolError(f"agent_cache({n}): at least one agent reads a pool.")
+        if not isinstance(n, Integral) or n < 1:
+            raise PoolError(f"agent_cache({n!r}); pass a number of agents, 1 or more.")
         if self.cache_factory is None:
             raise PoolError(
                 "this pool was frozen from bare tensors and belongs to no model; "

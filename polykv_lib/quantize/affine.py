@@ -39,9 +39,12 @@ class Affine:
     axis: Literal["token", "channel"] = "channel"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8 or self.group < 1 or self.axis not in ("token", "channel"):
+        whole = isinstance(self.bits, int) and isinstance(self.group, int)
+        known = self.axis in ("token", "channel")
+        if not (whole and known and 2 <= self.bits <= 8 and self.group >= 1):
             raise ValueError(
-                f"{self}: bits must be 2 to 8, group at least 1 and axis 'token' or 'channel'."
+                f"{self}: bits must be 2 to 8 and group at least 1, whole numbers, and axis "
+                "'token' or 'channel'."
             )
 
     def quantize(self, x: Float[Tensor, "*batch token dim"]) -> Quantized:

@@ -146,8 +146,10 @@ def from_byte(code: UInt8[Tensor, "*any"], unit: Float[Tensor, " two"]) -> Float
     return torch.where(code == 0, 0.0, largest * torch.exp2((code.float() - 255) * step))
 
 
-def check_input(x: Tensor, codec: Quantizer) -> None:
+def check_input(x: object, codec: Quantizer) -> None:
     """Refuse what no codec can store, in one sentence."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{codec} got a {type(x).__name__}; pass a tensor [..., token, dim].")
     if x.dim() < 2 or not x.is_floating_point():
         raise ValueError(
             f"{codec} got a {x.dtype} tensor of shape {list(x.shape)}; it stores floating-point "

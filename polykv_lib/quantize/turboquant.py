@@ -65,7 +65,7 @@ class TurboQuant:
     shaped: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (1, 2, 3, 4):
+        if not isinstance(self.bits, int) or self.bits not in (1, 2, 3, 4):
             raise ValueError(f"TurboQuant(bits={self.bits!r}); bits must be 1, 2, 3 or 4.")
         if self.rotation not in ("signed", "plain", "double", "none"):
             raise ValueError(

@@ -1,5 +1,7 @@
 """A plan of tokens and codecs from a few texts: within its bytes, and no worse than it says."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -74,7 +76,8 @@ def test_more_bytes_answer_closer_to_the_full_cache(llama, words, items):
     [
         ({"share": 0}, "share=0 of one bf16 copy; pass a number between 0 and 1"),
         ({"share": 1.5}, "share=1.5 of one bf16 copy"),
-        ({"codecs": {}}, "no codec to choose from"),
+        ({"codecs": {}}, r"codecs=\{\}; pass at least one to choose from, by its name"),
+        ({"codecs": ["lean"]}, r"codecs=\['lean'\]; pass at least one to choose from"),
         ({"texts": []}, r"texts=\[\]; pass a list of at least one text"),
         ({"share": 0.004}, "do not pay for"),
         (
@@ -86,4 +89,4 @@ def test_more_bytes_answer_closer_to_the_full_cache(llama, words, items):
 def test_what_can_not_be_calibrated(llama, words, items, change, message):
     arguments = {"texts": items, "share": 0.25, "codecs": CODECS, "policies": POLICIES} | change
     with pytest.raises(ValueError, match=message):
-        pk.calibrate_joint(llama, words, **arguments)
+        inspect.unwrap(pk.calibrate_joint)(llama, words, **arguments)

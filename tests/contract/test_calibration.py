@@ -1,5 +1,6 @@
 """One evicted layer, recomputed and swapped, against real runs; plans from tiny models."""
 
+import inspect
 import json
 from copy import copy
 from dataclasses import replace
@@ -370,14 +371,20 @@ def test_a_plain_text_is_continued(words):
         ({"texts": ["x xx"]}, "has 2 tokens; at least 4 are needed"),
         ({"budget": 1.5}, "the budget is 1.5 of the context; pass a fraction"),
         ({"budget": 0}, "the budget is 0 of the context"),
-        ({"budget": 96}, "the budget is 2 of the context"),
+        ({"budget": 96}, "budget=96 for documents of .* tokens; pass at most their length"),
+        (
+            {"budget": "25%"},
+            "budget='25%'; pass mean tokens for each layer and KV head, or a float",
+        ),
+        ({"n_tokens": 0}, "for documents of 0 tokens; pass at most their length"),
+        ({"policies": (H2O,)}, r"policy <class .*H2O'>; pass policies such as H2O\(\)"),
         ({"policies": ()}, "1 items and 0 policies; pass at least one"),
     ],
 )
 def test_what_can_not_be_calibrated(llama, words, item, change, message):
     arguments = {"texts": [item()], "budget": 0.25, "policies": POLICIES} | change
     with pytest.raises(ValueError, match=message):
-        pk.calibrate(llama, words, **arguments)
+        inspect.unwrap(pk.calibrate)(llama, words, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,20 @@ def test_codecs_are_objects(llama, tokens, arguments, message):
         (torch.ones(2, 0, dtype=torch.int64), 2, r"of shape \[2, 0\]"),
         (torch.ones(1, 4, dtype=torch.int64), -1, "chunk=-1; pass tokens to prefill at a time"),
         (torch.ones(1, 4, dtype=torch.int64), 0, "chunk=0; pass tokens"),
+        (torch.ones(1, 4, dtype=torch.int64), "2", "chunk='2'; pass tokens"),
+        (torch.full((2, 4), 128), None, "ids reach 128, but the model's vocabulary has 128 tokens"),
     ],
 )
 def test_what_can_not_be_prefilled(llama, ids, chunk, message):
     unchecked = inspect.unwrap(pk.prefill)
     with pytest.raises(ValueError, match=message):
         unchecked(llama, ids, Plan.uniform(H2O(), 2, 2), chunk=chunk)
+
+
+def test_a_mask_covers_the_ids(llama, tokens):
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 3\], ids \[2, 4\]"):
+        pk.prefill(llama, tokens(2, 4), Plan.uniform(H2O(), 2, 2), attention_mask=mask)
 
 
 def test_a_plan_of_codecs_comes_with_them(llama, tokens):
@@ -105,11 +113,19 @@ def test_bare_tensors_take_codecs_too():
 
 
 def test_generating_without_the_documents_tokens(llama, tokens):
-    pool = pk.build_pool(llama, tokens(1, 8), **PAPER)
-    with pytest.raises(PoolError, match="no token is new: the cache has seen 8 already"):
-        llama.generate(
-            tokens(2, 3), max_new_tokens=2, **{cache_argument(llama): pool.agent_cache(2)}
-        )
+    document, own = tokens(1, 8), tokens(2, 3, seed=1)
+    pool = pk.build_pool(llama, document, **PAPER)
+    both = torch.cat([document.expand(2, -1), own], 1)
+    shifted = torch.cat([own[:, :1], both], 1)  # padding belongs after the document
+    for ids in (own, torch.cat([own] * 4, 1), both[:, :8], both.flip(1), shifted):
+        with pytest.raises(PoolError, match=r"drops the 8 that.*; pass the document's 8 tokens"):
+            llama.generate(ids, max_new_tokens=2, **{cache_argument(llama): pool.agent_cache(2)})
+    used = pool.agent_cache(2)
+    longer = llama.generate(both, max_new_tokens=2, **{cache_argument(llama): used})
+    again = torch.cat([longer, own], 1)  # a next turn goes on with the same cache
+    assert llama.generate(again, max_new_tokens=2, **{cache_argument(llama): used}).shape == (2, 18)
+    with pytest.raises(PoolError, match="it drops the 17 that the cache has seen"):
+        llama.generate(both, max_new_tokens=2, **{cache_argument(llama): used})
 
 
 def test_a_model_that_changes_values_after_its_cache(tokens):
@@ -205,13 +221,16 @@ def test_nan_in_the_cache():
             0,
             r"layer 0 has keys \[1, 2, 8, 16\] and values \[1, 2, 4, 16\]",
         ),
-        ([((2, 2, 8, 16), (2, 2, 8, 16))], 0, "one document, of one shape"),
+        ([((2, 2, 8, 16), (2, 2, 8, 16))], 0, "one document of at least one token, of one shape"),
+        ([((1, 2, 0, 16), (1, 2, 0, 16))], 0, "one document of at least one token, of one shape"),
         (
             [((1, 2, 8, 16),) * 2, ((1, 2, 9, 16),) * 2],
             0,
             r"layer 1 has shape .* the layers before it",
         ),
         ([((1, 2, 8, 16),) * 2], -1, "n_sink=-1; pass the number of first tokens"),
+        ([((1, 2, 8, 16),) * 2], 1.5, "n_sink=1.5; pass the number of first tokens"),
+        ([((1, 2, 8, 16),) * 2], "4", "n_sink='4'; pass the number of first tokens"),
     ],
 )
 def test_tensors_that_are_no_document(layers, n_sink, message):
@@ -220,7 +239,7 @@ def test_tensors_that_are_no_document(layers, n_sink, message):
         for name, shape in (("keys", keys), ("values", values)):
             object.__setattr__(layer, name, torch.zeros(shape))
     with pytest.raises(PoolError, match=message):
-        freeze(kv, keys=PAPER["keys"], values=PAPER["values"], n_sink=n_sink)
+        inspect.unwrap(freeze)(kv, keys=PAPER["keys"], values=PAPER["values"], n_sink=n_sink)
 
 
 def test_no_layers_no_agents_no_model():
@@ -230,8 +249,14 @@ def test_no_layers_no_agents_no_model():
     pool = freeze([LayerKV(keys=kv, values=kv)], **PAPER)
     with pytest.raises(PoolError, match="belongs to no model"):
         pool.agent_cache(1)
-    with pytest.raises(PoolError, match=r"agent_cache\(0\): at least one agent"):
-        pool.agent_cache(0)
+    for n in (0, 1.5, "2"):
+        with pytest.raises(PoolError, match=rf"agent_cache\({n!r}\); pass a number of agents"):
+            inspect.unwrap(type(pool).agent_cache)(pool, n)
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    with pytest.raises(PoolError, match=r"document_ids have shape \[1, 5\] for a document of 8"):
+        freeze([LayerKV(keys=kv, values=kv)], **PAPER, document_ids=ids)
+    assert pool == pool
+    assert len({pool, freeze([LayerKV(keys=kv, values=kv)], **PAPER)}) == 2
 
 
 def test_a_batch_that_is_not_the_agents(llama, tokens):

@@ -138,6 +138,7 @@ def test_totals_count_every_head():
         ),
         ("prefill: []\nprefill: []", "line 2: `prefill` stands twice"),
         ("schema: 2\nprefill: []", "has schema 2, this version reads 1"),
+        ("prefill: []\ndecod: []", "has 'decod'; a plan has schema, prefill and decode"),
         ("schema: v1\nprefill: []", "has schema 'v1', this version reads 1"),
         ("prefill: [{policy: [H2O], budget: 3}]", r"layer 0: no policy \['H2O'\]; choose one of"),
         ("prefill: [{policy: SnapKV, 16: 3, budget: 3}]", "SnapKV takes window, .*; got 16"),
@@ -153,6 +154,14 @@ def test_files_that_are_no_plan(tmp_path, text, message):
 def test_a_policy_is_made_not_named():
     with pytest.raises(ValueError, match=r"policy <class .*; pass a policy such as H2O\(\)"):
         Plan.uniform(StreamingLLM, 64, 2)
+
+
+def test_a_plan_is_made_of_layer_plans():
+    unchecked = object.__new__(Plan)  # types are checked in tests only
+    object.__setattr__(unchecked, "layers", PLAN.layers)
+    object.__setattr__(unchecked, "decode", (PLAN.layers[0], H2O()))
+    with pytest.raises(ValueError, match=r"layer 1 of the decode plan is H2O.*; pass a LayerPlan"):
+        unchecked.__post_init__()
 
 
 def test_another_models_plan():

@@ -62,6 +62,17 @@ def test_a_document_of_bare_tokens_gets_a_turn_of_its_own(loaded, pool):
     assert answer
 
 
+def test_questions_may_come_from_a_generator(loaded, pool):
+    given = (question for question in QUESTIONS)
+    options = {"max_new_tokens": 2}
+    assert pk.ask(*loaded, pool, given, **options) == pk.ask(*loaded, pool, QUESTIONS, **options)
+
+
+def test_a_document_is_a_text(loaded):
+    with pytest.raises(ValueError, match="the document is a bytes; pass its text as a string"):
+        inspect.unwrap(pk.document_ids)(loaded[1], b"text")
+
+
 def test_a_tokenizer_without_a_chat_template(loaded, monkeypatch):
     _, tokenizer = loaded
     monkeypatch.setattr(tokenizer, "chat_template", None)
@@ -74,6 +85,7 @@ def test_a_tokenizer_without_a_chat_template(loaded, monkeypatch):
     [
         ([], r"questions=\[\]; pass a list of strings"),
         ("Who?", r"questions='Who\?'; pass a list"),
+        (None, "questions=None; pass a list"),
         (["Who?", " "], "a question is empty"),
         (["Who?", None], "question 1 is None; pass a string"),
         (["Who?", "why " * 9000], r"question 1 and its answer has \d+ tokens, but the model has 8192"),
@@ -87,8 +99,9 @@ def test_bad_questions(loaded, pool, questions, message):
 
 def test_another_models_pool_and_an_answer_of_no_tokens(loaded, pool):
     model, tokenizer = loaded
-    with pytest.raises(ValueError, match="max_new_tokens=0; an answer has at least one token"):
-        pk.ask(model, tokenizer, pool, QUESTIONS, max_new_tokens=0)
+    for n in (0, 1.5):
+        with pytest.raises(ValueError, match=f"max_new_tokens={n}; an answer has at least one"):
+            inspect.unwrap(pk.ask)(model, tokenizer, pool, QUESTIONS, max_new_tokens=n)
     half, _ = pk.load_model("smollm2-135m", dtype="bfloat16")
     with pytest.raises(PoolError, match="the pool belongs to smollm2-135m with model_fingerprint"):
         pk.ask(half, tokenizer, pool, QUESTIONS)

@@ -207,7 +207,11 @@ def unchecked(family: type, **fields: object) -> object:
             lambda: unchecked(Int8, scale="row"),
             "'row'.*choose one of: tensor, channel, token, block",
         ),
+        (lambda: unchecked(TurboQuant, bits=3.0), "bits must be 1, 2, 3 or 4"),
         (lambda: Affine(9), "bits must be 2 to 8"),
+        (lambda: unchecked(Affine, bits="4"), "bits must be 2 to 8"),
+        (lambda: unchecked(Affine, bits=4.5), "whole numbers"),
+        (lambda: check_input([1.0], Int8()), "got a list; pass a tensor"),
         (lambda: check_input(torch.ones(4), Int8()), r"of shape \[4\]; it stores floating-point"),
         (
             lambda: check_input(torch.ones(2, 4, dtype=torch.int64), Int8()),

@@ -65,9 +65,11 @@ def calibrate(
     Args:
         model: any supported model; prepared here if it was not.
         tokenizer: of the model, for the plain texts.
-        texts: items, or plain texts, whose last tokens (64, or a quarter) are then the answer.
+        texts: items, or plain texts. Of a plain text the first 1,024 tokens are used, and the last
+            of those (64, or a quarter) are the answer.
         budget: mean tokens for each layer and KV head, or (a float) a fraction of the document.
-        n_tokens: length of the documents that the plan is for; the items' mean unless given.
+        n_tokens: length of the documents that the plan is for; the items' mean unless given. A
+            plan holds numbers of tokens, so longer documents keep a smaller fraction.
         pattern_signal: what chooses policies (`calibration.Recipe`).
         budget_signal: what shares out the budgets.
         level: budgets for layers, or for each KV head.
@@ -128,6 +130,7 @@ def run(
     recipe = recipe or Recipe()
     items = items_of(tokenizer, texts)
     length = round(fmean(len(i.context_ids) for i in items)) if n_tokens is None else n_tokens
+    _check(budget, length, policies)
     target = budget if isinstance(budget, float) else budget / length
     asked = {recipe.budget_signal, None if recipe.policy else recipe.pattern_signal}
     measured = measure(
@@ -142,6 +145,22 @@ def run(
         say=say,
     )
     return solve(measured, recipe, n_tokens=length)
+
+
+def _check(budget: object, n_tokens: int, policies: Sequence[EvictionPolicy]) -> None:
+    if not isinstance(budget, int | float):
+        raise ValueError(
+            f"budget={budget!r}; pass mean tokens for each layer and KV head, or a float for a "
+            "fraction of the document."
+        )
+    if n_tokens < 1 or (isinstance(budget, int) and budget > n_tokens):
+        raise ValueError(
+            f"budget={budget} for documents of {n_tokens} tokens; pass at most their length, which "
+            "is n_tokens if given, else the mean of the texts' contexts."
+        )
+    for policy in policies:
+        if isinstance(policy, type) or not isinstance(policy, EvictionPolicy):
+            raise ValueError(f"policy {policy!r}; pass policies such as H2O() or SnapKV().")
 
 
 def points_for(target: float) -> tuple[float, ...]:

@@ -52,8 +52,11 @@ def calibrate_joint(
     """
     if not 0 < share < 1:
         raise ValueError(f"share={share!r} of one bf16 copy; pass a number between 0 and 1.")
-    if not codecs:
-        raise ValueError("no codec to choose from; pass at least one, by its name.")
+    if not isinstance(codecs, Mapping) or not codecs:
+        raise ValueError(
+            f"codecs={codecs!r}; pass at least one to choose from, by its name: {{name: "
+            "presets.codec(name)}."
+        )
     shared_sinks(codecs.values())
     items, geometry = items_of(tokenizer, texts), geometry_of(model.config)
     length = round(fmean(len(i.context_ids) for i in items)) if n_tokens is None else n_tokens
