@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import papermill
 import yaml
@@ -16,6 +16,8 @@ from polykv_lib.study.notebook import profile_of
 from polykv_lib.study.params import ExperimentParameters, ParameterError, Parameters
 from polykv_lib.study.platform import repository
 from polykv_lib.study.store import key_of
+
+SHORT: Final = 40  # characters of a value that a point's label may show
 
 
 class Entry(BaseModel):
@@ -122,7 +124,8 @@ def expand(
         experiments = filter(None, (parameters.schema_of(name).experiment for name in known))
         raise ParameterError(
             f"{' '.join(only)} matches no notebook of the grid: {', '.join(known)}; "
-            f"and no experiment: {', '.join(experiments)}. Other profiles hold more: --profile."
+            f"and no experiment: {', '.join(experiments)}. Other profiles, such as "
+            "offline-full, hold more: --profile."
         )
     schemas = [parameters.schema_of(entry.notebook) for entry in entries]
     names = dict.fromkeys(name for schema in schemas for name in schema.model_fields)
@@ -131,7 +134,9 @@ def expand(
     for name in grid.defaults:
         parameters.refuse_unknown(name, parameters.all_names(), "A grid")
     points = [
-        point for entry in entries for point in _points(grid, entry, notebooks, profile, overrides)
+        point
+        for entry in entries
+        for point in _points(grid, entry, notebooks, profile, overrides, _differing(entry, entries))
     ]
     return list({(p.source, p.chosen.model_dump_json()): p for p in points}.values())
 
@@ -141,8 +146,23 @@ def _chosen(notebook: str, only: Sequence[str]) -> bool:
     return not only or any(notebook.startswith(o) or experiment == o for o in only)
 
 
+def _differing(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
+    """What an entry sets otherwise than another of its notebook; long lists are left out."""
+    others = [other.params for other in entries if other.notebook == entry.notebook]
+    return {
+        name: value
+        for name, value in entry.params.items()
+        if any(other.get(name) != value for other in others) and len(str(value)) <= SHORT
+    }
+
+
 def _points(
-    grid: Grid, entry: Entry, notebooks: Path, profile: str, overrides: Mapping[str, Any]
+    grid: Grid,
+    entry: Entry,
+    notebooks: Path,
+    profile: str,
+    overrides: Mapping[str, Any],
+    differing: Mapping[str, Any],
 ) -> list[Point]:
     schema = parameters.schema_of(entry.notebook)
     source = notebooks / f"{entry.notebook}.ipynb"
@@ -154,6 +174,7 @@ def _points(
     for values in product(*entry.sweep.values()):
         swept = dict(zip(entry.sweep, values, strict=True))
         chosen = parameters.validate(entry.notebook, base | entry.params | swept | given)
-        label = " ".join([entry.notebook, *(f"{name}={value}" for name, value in swept.items())])
+        told = dict(differing) | swept
+        label = " ".join([entry.notebook, *(f"{name}={value}" for name, value in told.items())])
         points.append(Point(source=source, label=label, chosen=chosen))
     return points

@@ -1,6 +1,7 @@
 """Folders that `kaggle kernels push` takes: one a point, and the library's wheel as a dataset."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -27,16 +28,27 @@ IMAGE_PYTHON = "3.12"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 WHEELS = "polykv-lib-wheels"
 NOBODY = "YOUR-KAGGLE-NAME"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a pushed kernel is attached to and may do."""
 
-    owner: str  # Kaggle account
+    owner: str  # Kaggle account, or the placeholder
     internet: bool = True
     models: tuple[str, ...] = ()  # owner/model/framework/variation/version; empty: the known copy
     kernels: tuple[str, ...] = ()  # owner/slug of kernels whose stored results are read
+
+    def __post_init__(self) -> None:
+        for given, parts, form in (
+            *((model, 5, "owner/model/framework/variation/version") for model in self.models),
+            *((kernel, 2, "owner/slug") for kernel in self.kernels),
+            (self.owner, 1, "an account's name"),
+        ):
+            names = given.split("/")
+            if len(names) != parts or not all(map(NAME.fullmatch, names)):
+                raise ParameterError(f"{given!r} names nothing on Kaggle; pass {form}")
 
 
 def owner_of(root: Path) -> str:
@@ -52,7 +64,7 @@ def pick(points: Sequence[Point], keys: Sequence[str], profile: str) -> list[Poi
     """
     known = {point.key: point for point in points if point.key}
     for key in keys:
-        if not any(name.startswith(key) for name in known):
+        if not key or not any(name.startswith(key) for name in known):
             raise ParameterError(
                 f"no point {key!r} here{near(key, known)} `polykv run --profile {profile} "
                 "--dry-run` lists the keys"
@@ -80,8 +92,10 @@ def export(folder: Path, points: Sequence[Point], root: Path, options: Options) 
         DoesNotFit: a point needs more than two T4s.
         ParameterError: without internet, a model of which no copy on Kaggle is known.
     """
-    if folder.is_dir() and any(folder.iterdir()):
-        raise PlatformError(f"{folder} is not empty; name a new folder")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise PlatformError(
+            f"{folder} is {'not empty' if folder.is_dir() else 'a file'}; name a new folder"
+        )
     check_writable(folder)
     kernels = [_kernel(point, options) for point in points]
     with tempfile.TemporaryDirectory() as made:

@@ -66,7 +66,11 @@ def run(points: Sequence[Point], say: Say) -> list[Done]:
 
 
 def listing(points: Sequence[Point], machine: Machine) -> Iterator[str]:
-    """A line a point, without running it: key, what it is, whether it is stored, its estimate."""
+    """A line a point, without running it: key, what it is, whether it is stored, its estimate.
+
+    The last line is the time of all that is not stored.
+    """
+    missing = 0.0
     for point in points:
         line = f"{point.key or '-':16}  {point.label}"
         if not isinstance(point.chosen, ExperimentParameters):
@@ -76,7 +80,13 @@ def listing(points: Sequence[Point], machine: Machine) -> Iterator[str]:
         told = f"{expected.time}; {expected.arithmetic}" if expected else "no estimate"
         refused = "DOES NOT FIT; " if expected and not expected.fits else ""
         stored = "stored already; " if is_stored(point) else ""
+        missing += 0 if stored or expected is None else expected.seconds or 0
         yield f"{line}, {point.chosen.MODEL}: {stored}{refused}{told}"
+    yield (
+        f"not stored: about {span(missing)} in all, by these estimates"
+        if missing
+        else ("nothing with an estimate is missing")
+    )
 
 
 def summary(done: Sequence[Done]) -> str:

@@ -69,6 +69,13 @@ def test_sweeps_multiply_in_order_and_equal_points_appear_once() -> None:
     assert {tuple(p.chosen.model_dump()["N_AGENTS"]) for p in found} == {(2,)}
 
 
+def test_labels_tell_the_points_of_a_grid_apart() -> None:
+    found = points(load_grid(GRIDS / "offline-full.yaml"), only=["04", "08", "09"])
+    labels = [p.label for p in found]
+    assert len(set(labels)) == len(labels)
+    assert labels[:2] == ["04_longbench_recovery", "04_longbench_recovery QUESTION=visible"]
+
+
 def test_only_chooses_by_notebook_or_experiment() -> None:
     grid = load_grid(GRIDS / "smoke.yaml")
     assert [p.source.stem for p in points(grid, only=["02"])] == ["02_ppl_inversion"]

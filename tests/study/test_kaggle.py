@@ -153,7 +153,11 @@ def test_without_internet_every_wheel_goes_along(
         (["--notebook", "99"], "99 matches no notebook of the grid: "),
         (["--notebook", "10"], "these notebooks only read results; choose one that computes"),
         (["--point", "0000"], "no point '0000' here. `polykv run --profile t4 --dry-run` lists"),
+        (["--point", ""], "no point '' here"),
         (["--profile", "t5"], "no profile 't5'"),
+        (["--owner", "a b/c"], "'a b/c' names nothing on Kaggle; pass an account's name"),
+        (["--earlier", "first"], "'first' names nothing on Kaggle; pass owner/slug"),
+        (["--model-source", "me/llama"], "'me/llama' names nothing on Kaggle; pass owner/model/"),
         (
             ["--notebook", "01", "--no-internet"],
             "no copy of HuggingFaceTB/SmolLM2-1.7B-Instruct on",
