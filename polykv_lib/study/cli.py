@@ -31,7 +31,7 @@ app.command()(bench.bench)
 PROFILES = (
     "smoke: every notebook on a handful of tokens, about two minutes on one core; "
     "offline: the study without 06 to 08, about 26 minutes on two CPU cores; "
-    "offline-full: all of it, more articles and agents, about eight hours (estimate); "
+    "offline-full: all of it, more articles and agents, about nine hours; "
     "t4: published models and sizes, about five hours on two T4s (estimate); "
     "t4-8b: the eviction paper's models, some days of two T4s in points of at most seven hours"
 )

@@ -26,7 +26,7 @@ def contents(root: Path) -> str:
     lines = []
     for file in sorted((root / "notebooks").glob("*.ipynb")):
         title, time = about(file)
-        line = {"notebook": f"`{file.name}`", "shows": title, "time": time}
+        line = {"notebook": f"`{file.name}`", "shows": title, "time, as it opens": time}
         if remote and branch:
             line["open"] = badges(f"{remote}/blob/{branch}/notebooks/{file.name}")
         lines.append(line)

@@ -87,7 +87,9 @@ def test_a_dry_run_lists_keys_time_and_memory_and_runs_nothing(
     result = polykv("run", "--profile", "t4", "--only", "02", "--out", str(tmp_path), "--dry-run")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) >= 5
-    for line in result.stdout.splitlines():
+    *points, total = result.stdout.splitlines()
+    assert re.match(r"not stored: about \d+ (s|min) in all", total)
+    for line in points:
         assert re.match(r"[0-9a-f]{16}  02_ppl_inversion .*: about .* on 2 x T4$", line)
     refused = polykv("run", "--profile", "t4", "--only", "02", *llama, "--dry-run")
     assert "llama-3-8b: DOES NOT FIT; about" in refused.stdout
