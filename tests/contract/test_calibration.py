@@ -372,10 +372,6 @@ def test_a_plain_text_is_continued(words):
         ({"budget": 1.5}, "the budget is 1.5 of the context; pass a fraction"),
         ({"budget": 0}, "the budget is 0 of the context"),
         ({"budget": 96}, "budget=96 for documents of .* tokens; pass at most their length"),
-        (
-            {"budget": "25%"},
-            "budget='25%'; pass mean tokens for each layer and KV head, or a float",
-        ),
         ({"n_tokens": 0}, "for documents of 0 tokens; pass at most their length"),
         ({"policies": (H2O,)}, r"policy <class .*H2O'>; pass policies such as H2O\(\)"),
         ({"policies": ()}, "1 items and 0 policies; pass at least one"),
@@ -401,6 +397,11 @@ def test_no_option_is_taken_for_another(valid, name, value, message):
     object.__setattr__(options, name, value)  # types are checked in tests only
     with pytest.raises(ValueError, match=message):
         options.__post_init__()
+
+
+def test_a_budget_is_a_number():
+    with pytest.raises(ValueError, match="budget='25%'; pass mean tokens for each layer"):
+        calibration._check("25%", 48, POLICIES)
 
 
 def test_an_item_longer_than_the_model(llama, words, item):
