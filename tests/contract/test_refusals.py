@@ -4,8 +4,6 @@ import inspect
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -161,12 +159,13 @@ def test_a_model_that_changes_keys_after_its_cache(tokens):
     model = pk.prepare(DeepseekV2ForCausalLM(config).eval())
     document, own = tokens(1, 8), tokens(1, 3, seed=1)
     lossless = {"keys": pk.FullPrecision(), "values": pk.FullPrecision()}
-    if Version(transformers.__version__) >= Version("5.1"):
-        with pytest.raises(ValueError, match="deepseek_v2 changes keys after its cache has stored"):
-            pk.build_pool(model, document, **lossless)
+    try:
+        pool = pk.build_pool(model, document, **lossless)
+    except ValueError as error:
+        if "deepseek_v2 changes keys after its cache has stored them" not in str(error):
+            raise
         return
-    pool = pk.build_pool(model, document, **lossless)  # its cache stores what attention reads
-    with torch.no_grad():
+    with torch.no_grad():  # up to 5.12 its cache stores what attention reads
         plain = model(torch.cat([document, own], 1)).logits[:, 8:]
     torch.testing.assert_close(
         hf.logits(model, pool.agent_cache(1), own, 8), plain, atol=1e-5, rtol=0
