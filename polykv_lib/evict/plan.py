@@ -92,6 +92,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for phase, layers in (("", self.layers), ("decode ", self.decode or ())):
+            if not isinstance(layers, Sequence):
+                raise ValueError(
+                    f"the {phase}plan is {layers!r}; pass a tuple, a LayerPlan a layer."
+                )
             for i, layer in enumerate(layers):
                 if not isinstance(layer, LayerPlan):
                     raise ValueError(

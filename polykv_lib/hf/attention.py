@@ -1,6 +1,7 @@
 """The attention function registered with transformers under the name "polykv"."""
 
 from functools import wraps
+from inspect import signature
 from types import MethodType
 from typing import Any, Final
 
@@ -22,7 +23,8 @@ NAME: Final = "polykv"
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Register the attention "polykv" and set it on the model; idempotent; returns the model.
 
-    A prepared model without one of our caches computes what it did before, through sdpa.
+    A prepared model without one of our caches computes what it did before, through sdpa. A model
+    that was unpickled is prepared again.
 
     Raises:
         ValueError: an encoder-decoder model, one without transformers' attention interface, or one
@@ -47,21 +49,26 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             "not read a pool. Use a model that does, such as Llama, Qwen, Mistral or Phi-3."
         )
     model.set_attn_implementation(NAME)
-    model.prepare_inputs_for_generation = MethodType(_checked_inputs(type(model)), model)
+    if model.can_generate():
+        model.prepare_inputs_for_generation = MethodType(_checked_inputs(type(model)), model)
     return model
 
 
 def _checked_inputs(kind: type[PreTrainedModel]) -> Any:
     """What `generate()` calls before every step, after a look at what an agent's cache is given."""
     plain = kind.prepare_inputs_for_generation
+    says_how_many = "next_sequence_length" in signature(plain).parameters  # else all ids are fed
 
     @wraps(plain)
     def prepare_inputs_for_generation(
         model: PreTrainedModel, input_ids: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         given = kwargs.get("cache", kwargs.get("past_key_values"))
-        if isinstance(given, AgentCache):
-            given.check_inputs(input_ids)
+        if isinstance(given, AgentCache) and kwargs.get("inputs_embeds") is None:
+            if says_how_many and kwargs.get("next_sequence_length") is None:
+                given.check_whole(input_ids)
+            else:
+                given.check_inputs(input_ids, kwargs.get("is_first_iteration"))
         return plain(model, input_ids, *args, **kwargs)
 
     return prepare_inputs_for_generation

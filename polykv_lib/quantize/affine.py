@@ -1,6 +1,7 @@
 """Unsigned integers with a scale and a zero point a group: the family of KIVI."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -39,7 +40,7 @@ class Affine:
     axis: Literal["token", "channel"] = "channel"
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.bits, int) and isinstance(self.group, int)
+        whole = isinstance(self.bits, Integral) and isinstance(self.group, Integral)
         known = self.axis in ("token", "channel")
         if not (whole and known and 2 <= self.bits <= 8 and self.group >= 1):
             raise ValueError(

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -65,7 +66,7 @@ class TurboQuant:
     shaped: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or self.bits not in (1, 2, 3, 4):
+        if not isinstance(self.bits, Integral) or self.bits not in (1, 2, 3, 4):
             raise ValueError(f"TurboQuant(bits={self.bits!r}); bits must be 1, 2, 3 or 4.")
         if self.rotation not in ("signed", "plain", "double", "none"):
             raise ValueError(

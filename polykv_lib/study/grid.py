@@ -174,7 +174,7 @@ def _points(
     for values in product(*entry.sweep.values()):
         swept = dict(zip(entry.sweep, values, strict=True))
         chosen = parameters.validate(entry.notebook, base | entry.params | swept | given)
-        told = dict(differing) | swept
+        told = {name: given.get(name, value) for name, value in (dict(differing) | swept).items()}
         label = " ".join([entry.notebook, *(f"{name}={value}" for name, value in told.items())])
         points.append(Point(source=source, label=label, chosen=chosen))
     return points

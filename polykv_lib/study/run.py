@@ -80,7 +80,8 @@ def listing(points: Sequence[Point], machine: Machine) -> Iterator[str]:
         told = f"{expected.time}; {expected.arithmetic}" if expected else "no estimate"
         refused = "DOES NOT FIT; " if expected and not expected.fits else ""
         stored = "stored already; " if is_stored(point) else ""
-        missing += 0 if stored or expected is None else expected.seconds or 0
+        if expected and not (stored or refused):
+            missing += expected.seconds or 0
         yield f"{line}, {point.chosen.MODEL}: {stored}{refused}{told}"
     yield (
         f"not stored: about {span(missing)} in all, by these estimates"

@@ -401,7 +401,7 @@ def test_no_option_is_taken_for_another(valid, name, value, message):
 
 def test_a_budget_is_a_number():
     with pytest.raises(ValueError, match="budget='25%'; pass mean tokens for each layer"):
-        calibration._check("25%", 48, POLICIES)
+        calibration.check("25%", 48, POLICIES)
 
 
 def test_an_item_longer_than_the_model(llama, words, item):

@@ -126,6 +126,33 @@ def test_generating_without_the_documents_tokens(llama, tokens):
     assert llama.generate(again, max_new_tokens=2, **{cache_argument(llama): used}).shape == (2, 18)
     with pytest.raises(PoolError, match="it drops the 17 that the cache has seen"):
         llama.generate(both, max_new_tokens=2, **{cache_argument(llama): used})
+    with pytest.raises(PoolError, match="no token is new: the cache has seen 8 already"):
+        pool.agent_cache(1).layers[0].get_mask_sizes(0)
+
+
+def test_ways_of_generating_that_feed_the_document_again(llama, tokens):
+    document, own = tokens(1, 8), tokens(1, 3, seed=1)
+    lossless = {"keys": pk.FullPrecision(), "values": pk.FullPrecision()}
+    pool, both = pk.build_pool(llama, document, **lossless), torch.cat([document, own], 1)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    plain = llama.generate(both, **options)
+    if cache_argument(llama) == "cache":  # before 5.24 chunks hold the document's tokens too
+        found = llama.generate(both, **options, prefill_chunk_size=2, cache=pool.agent_cache(1))
+        assert torch.equal(found, plain)
+        with pytest.raises(PoolError, match="feeds the document's tokens again"):
+            llama.generate(both, **options, prompt_lookup_num_tokens=3, cache=pool.agent_cache(1))
+    embeds = llama.get_input_embeddings()(both)
+    cache = {cache_argument(llama): pool.agent_cache(1)}
+    found = llama.generate(inputs_embeds=embeds, **options, **cache)
+    assert torch.equal(found, plain[:, both.shape[1] :])
+
+
+def test_a_model_that_does_not_generate_reads_pools(llama, tokens):
+    body = pk.prepare(type(llama.model)(llama.config).eval())
+    pool = pk.build_pool(body, tokens(1, 8), **PAPER)
+    with torch.no_grad():
+        out = body(tokens(1, 2), **{cache_argument(body): pool.agent_cache(1)})
+    assert out.last_hidden_state.shape[:2] == (1, 2)
 
 
 def test_a_model_that_changes_values_after_its_cache(tokens):

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from numbers import Integral, Real
 from pathlib import Path
 from statistics import fmean
 from typing import Final, Literal
@@ -130,8 +131,8 @@ def run(
     recipe = recipe or Recipe()
     items = items_of(tokenizer, texts)
     length = round(fmean(len(i.context_ids) for i in items)) if n_tokens is None else n_tokens
-    _check(budget, length, policies)
-    target = budget if isinstance(budget, float) else budget / length
+    check(budget, length, policies)
+    target = budget / length if isinstance(budget, Integral) else float(budget)
     asked = {recipe.budget_signal, None if recipe.policy else recipe.pattern_signal}
     measured = measure(
         model,
@@ -147,13 +148,14 @@ def run(
     return solve(measured, recipe, n_tokens=length)
 
 
-def _check(budget: object, n_tokens: int, policies: Sequence[EvictionPolicy]) -> None:
-    if not isinstance(budget, int | float):
+def check(budget: object, n_tokens: int, policies: Sequence[EvictionPolicy]) -> None:
+    """Refuse a budget that is none or more than the documents, and policies that are none."""
+    if not isinstance(budget, Real):
         raise ValueError(
             f"budget={budget!r}; pass mean tokens for each layer and KV head, or a float for a "
             "fraction of the document."
         )
-    if n_tokens < 1 or (isinstance(budget, int) and budget > n_tokens):
+    if n_tokens < 1 or (isinstance(budget, Integral) and int(budget) > n_tokens):
         raise ValueError(
             f"budget={budget} for documents of {n_tokens} tokens; pass at most their length, which "
             "is n_tokens if given, else the mean of the texts' contexts."

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polykv_lib.calibration import EncodedItem, Recipe, joint
 from polykv_lib.evict import EvictionPolicy, Plan
-from polykv_lib.hf.calibration.calibrating import CANDIDATES, measure, points_for
+from polykv_lib.hf.calibration.calibrating import CANDIDATES, check, measure, points_for
 from polykv_lib.hf.calibration.items import items_of
 from polykv_lib.hf.calibration.stored_alone import codec_kl
 from polykv_lib.hf.models.footprint import geometry_of
@@ -60,6 +60,7 @@ def calibrate_joint(
     shared_sinks(codecs.values())
     items, geometry = items_of(tokenizer, texts), geometry_of(model.config)
     length = round(fmean(len(i.context_ids) for i in items)) if n_tokens is None else n_tokens
+    check(share, length, policies)
     measured = measure(
         model, items, target=share, policies=policies, fractions=points_for(share), say=say
     )

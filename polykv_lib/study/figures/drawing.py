@@ -180,7 +180,7 @@ def log_values(ax: Axes, of: Literal["x", "y"] = "y") -> None:
     axis = ax.xaxis if of == "x" else ax.yaxis
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6f}".rstrip("0").rstrip(".")))
+    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.12f}".rstrip("0").rstrip(".")))
 
 
 def legend_below(ax: Axes) -> None:
