@@ -1,8 +1,5 @@
 """The attention function registered with transformers under the name "polykv"."""
 
-from functools import wraps
-from inspect import signature
-from types import MethodType
 from typing import Any, Final
 
 from jaxtyping import Bool, Float
@@ -13,8 +10,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from polykv_lib.attend import attend
 from polykv_lib.hf import compat
-from polykv_lib.hf.caches import AgentCache, AgentLayer
+from polykv_lib.hf.caches import AgentLayer
 from polykv_lib.hf.evicting_layer import EvictingLayer
+from polykv_lib.hf.generation_checks import check_generation
 from polykv_lib.hf.observe import ObservedLayer, changed
 
 NAME: Final = "polykv"
@@ -49,29 +47,8 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             "not read a pool. Use a model that does, such as Llama, Qwen, Mistral or Phi-3."
         )
     model.set_attn_implementation(NAME)
-    if model.can_generate():
-        model.prepare_inputs_for_generation = MethodType(_checked_inputs(type(model)), model)
+    check_generation(model)
     return model
-
-
-def _checked_inputs(kind: type[PreTrainedModel]) -> Any:
-    """What `generate()` calls before every step, after a look at what an agent's cache is given."""
-    plain = kind.prepare_inputs_for_generation
-    says_how_many = "next_sequence_length" in signature(plain).parameters  # else all ids are fed
-
-    @wraps(plain)
-    def prepare_inputs_for_generation(
-        model: PreTrainedModel, input_ids: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        given = kwargs.get("cache", kwargs.get("past_key_values"))
-        if isinstance(given, AgentCache) and kwargs.get("inputs_embeds") is None:
-            if says_how_many and kwargs.get("next_sequence_length") is None:
-                given.check_whole(input_ids)
-            else:
-                given.check_inputs(input_ids, kwargs.get("is_first_iteration"))
-        return plain(model, input_ids, *args, **kwargs)
-
-    return prepare_inputs_for_generation
 
 
 def attention(

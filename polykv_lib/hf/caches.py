@@ -206,42 +206,6 @@ class AgentCache(Cache):
         self.last = self.layers[layer_idx]
         return self.last.update(key_states, value_states, *args, **kwargs)
 
-    def check_inputs(self, ids: Tensor, first: bool | None) -> None:
-        """Refuse what `generate()` can not go on from: it drops as many ids as the cache has seen.
-
-        `first` says whether this is a call's first step; None where the release does not say.
-
-        Raises:
-            PoolError: ids that do not begin with the document's, or of which none is new.
-        """
-        seen, n = self.get_seq_length(), len(self.document_ids)
-        wrong = ids.shape[1] <= seen
-        if not wrong and (seen == n if first is None else first):
-            wrong = not self._begins(ids)
-        if wrong:
-            raise PoolError(
-                f"generate() got ids of shape {list(ids.shape)}, of which it drops the {seen} that "
-                f"the cache has seen; pass the document's {n} tokens, pool.document_ids, and after "
-                "them each agent's own, with a new cache or all that this one has seen; or use "
-                "polykv_lib.ask."
-            )
-
-    def check_whole(self, ids: Tensor) -> None:
-        """Refuse ids that `generate()` would feed whole though the cache has seen them.
-
-        Raises:
-            PoolError: the document's tokens are among them, as in assisted decoding.
-        """
-        if ids.shape[1] > len(self.document_ids) and self._begins(ids):
-            raise PoolError(
-                "this way of generating feeds the document's tokens again, which the pool holds "
-                "already; generate greedily, by sampling or by beams, without an assistant."
-            )
-
-    def _begins(self, ids: Tensor) -> bool:
-        n = len(self.document_ids)
-        return bool((ids[:, :n] == self.document_ids.to(ids.device)).all())
-
     @property
     def nbytes(self) -> int:
         """Bytes of all agents' own keys and values; the pool is counted once, by the pool."""
