@@ -1,6 +1,6 @@
 """What transformers' `generate()` may be given with a pool: the document's tokens come first.
 
-`generate()` drops as many ids as a cache has seen, whatever they are, so the wrong ones would be lost
+`generate()` drops as many ids as a cache has seen, whatever they are; the wrong ones would be lost
 without a word.
 """
 
