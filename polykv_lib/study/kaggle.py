@@ -92,7 +92,7 @@ def export(folder: Path, points: Sequence[Point], root: Path, options: Options) 
         DoesNotFit: a point needs more than two T4s.
         ParameterError: without internet, a model of which no copy on Kaggle is known.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlatformError(
             f"{folder} is {'not empty' if folder.is_dir() else 'a file'}; name a new folder"
         )

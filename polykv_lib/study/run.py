@@ -83,11 +83,8 @@ def listing(points: Sequence[Point], machine: Machine) -> Iterator[str]:
         if expected and not (stored or refused):
             missing += expected.seconds or 0
         yield f"{line}, {point.chosen.MODEL}: {stored}{refused}{told}"
-    yield (
-        f"not stored: about {span(missing)} in all, by these estimates"
-        if missing
-        else ("nothing with an estimate is missing")
-    )
+    total = f"not stored: about {span(missing)} in all, by these estimates"
+    yield total if missing else "nothing with an estimate is missing"
 
 
 def summary(done: Sequence[Done]) -> str:
